@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from stagewright.formulations.forms.answers import StopToken
 from stagewright.formulations.parallelism.training import CalibrationRun
 from stagewright.graphs.machines.rates import RateSet
-from stagewright.service.answers import CARRIED, Answer, Finite
+from stagewright.service.answers import CARRIED, Answer, Finite, NotebookAnswer, ShownAnswer
 from stagewright.service.layouts.rates import RateSetAnswer
 from stagewright.service.requests import Request
 
@@ -42,7 +42,7 @@ class CalibratedRow(Answer):
     left_out_seconds: Finite
 
 
-class CalibrateAnswer(Answer):
+class CalibrateAnswer(NotebookAnswer):
     """The rates of measured runs; ``factors`` of the constants of the set that it started from.
 
     Constants ``at_peak`` reach all that the device has: runs may be faster than any rates explain.
@@ -55,6 +55,12 @@ class CalibrateAnswer(Answer):
     rows: tuple[CalibratedRow, ...]
     rates: RateSetAnswer
     document: Annotated[RateSet | None, CARRIED] = None
+
+    def shown(self) -> ShownAnswer:
+        """What a notebook shows."""
+        from stagewright.service.layouts.told import shown_calibration
+
+        return shown_calibration(self)
 
 
 def calibrate(request: CalibrateRequest, stop: StopToken | None = None) -> CalibrateAnswer:

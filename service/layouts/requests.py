@@ -13,7 +13,7 @@ from stagewright.formulations.parallelism.ranges import Fits, unmeasured
 from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.rates import Feature
-from stagewright.service.answers import CARRIED, Answer, Finite
+from stagewright.service.answers import CARRIED, Answer, Finite, NotebookAnswer, ShownAnswer
 from stagewright.service.options import Option
 from stagewright.service.requests import Request
 from stagewright.solvers.parallelism.space import Space
@@ -290,7 +290,7 @@ class RefinedAnswer(Answer):
     wall_seconds: float
 
 
-class LayoutAnswer(Answer):
+class LayoutAnswer(NotebookAnswer):
     """The best layouts by time, with a bound on every layout of the space that fits.
 
     The times rest on ``rates``, and so does ``bound_seconds``; ``bound_fastest_seconds`` is the
@@ -327,6 +327,12 @@ class LayoutAnswer(Answer):
     wall_seconds: float
     plan: Annotated[LayoutPlan | None, CARRIED] = None
 
+    def shown(self) -> ShownAnswer:
+        """What a notebook shows."""
+        from stagewright.service.layouts.told import shown_layouts
+
+        return shown_layouts(self)
+
 
 class CheckLayoutAnswer(Answer):
     """What is wrong with a layout's document; nothing if it is valid.
@@ -350,7 +356,7 @@ class MemoryRequest(Request):
         require_layout(self.problem, self.layout)
 
 
-class LayoutMemoryAnswer(Answer):
+class LayoutMemoryAnswer(NotebookAnswer):
     """Peak bytes at every position in the pipeline, and who has how much too little.
 
     The peak of a run is expected between ``peak_bytes_low`` and ``peak_bytes_high``.
@@ -366,3 +372,9 @@ class LayoutMemoryAnswer(Answer):
     ranks: tuple[RankMemoryAnswer, ...]
     shortages: tuple[str, ...]
     remarks: tuple[str, ...] = ()
+
+    def shown(self) -> ShownAnswer:
+        """What a notebook shows."""
+        from stagewright.service.layouts.told import shown_memory
+
+        return shown_memory(self)

@@ -1,12 +1,12 @@
 """Answers about layouts in tables and lines: for the command line, the page and notebooks."""
 
 from collections.abc import Iterator, Sequence
-from math import isfinite
+from math import inf, isfinite
 
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.graphs.models.traits import said_parameters
-from stagewright.service.answers import AnswerTable
+from stagewright.service.answers import AnswerTable, ShownAnswer
 from stagewright.service.layouts.calibrating import CalibrateAnswer
 from stagewright.service.layouts.requests import (
     ExplainAnswer,
@@ -289,6 +289,45 @@ def calibrated_lines(answer: CalibrateAnswer) -> Iterator[str]:
             f"the fit ends at the peak of the device ({', '.join(answer.at_peak)} = 1): check "
             "--device, and the layouts, batches and seconds of the runs"
         )
+
+
+def shown_layouts(answer: LayoutAnswer) -> ShownAnswer:
+    """The best layout with its bound, and the table of layouts."""
+    plan, lines = answer.plan, [f"{answer.status}: {answer.reason or 'no layout'}"]
+    if plan is not None:
+        problem = plan.problem
+        lines = [
+            f"{answer.status}: {problem.architecture.name} on {problem.fabric.devices} "
+            f"{problem.fabric.device}, {format_seconds(plan.iteration_seconds)} per iteration",
+            f"layout {plan.layout}",
+        ]
+        if plan.bound is not None:
+            gap = 1 - plan.bound.seconds / plan.iteration_seconds
+            bound = format_seconds(plan.bound.seconds)
+            lines.append(f"bound {bound}, gap {_percent(gap)}, by {plan.bound.proved_by}")
+        for best in answer.rows[:1]:
+            fits = bytes_in_range(best, problem.fabric.memory_bytes)
+            lines.append(f"{best.layout}: {expected(best)}; {fits}")
+    if answer.explained is not None:
+        limit = inf if plan is None else plan.problem.fabric.memory_bytes
+        lines += [f"explained {answer.explained.layout}:"]
+        lines += explained_lines(answer.explained, limit)
+    rows = [one.model_dump(exclude={"memory", "alike"}) for one in answer.rows]
+    return ShownAnswer(lines, best_table(answer.rows), rows)
+
+
+def shown_memory(answer: LayoutMemoryAnswer) -> ShownAnswer:
+    """Whether the layout fits, and the memory of every rank."""
+    fits = bytes_in_range(answer, answer.memory_bytes)
+    lines = [answer.layout, *shortage_lines(answer.shortages), fits]
+    table = memory_table(answer.ranks, answer.memory_bytes)
+    return ShownAnswer(lines, table, [one.model_dump() for one in answer.ranks])
+
+
+def shown_calibration(answer: CalibrateAnswer) -> ShownAnswer:
+    """The fitted constants, and the runs."""
+    rows = [one.model_dump() for one in answer.rows]
+    return ShownAnswer([*calibrated_lines(answer)], calibrated_table(answer), rows)
 
 
 def _percent(share: float | None) -> str:
