@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from math import inf, isfinite
 
+from stagewright.formulations.parallelism.layout import parse_layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.graphs.models.traits import said_parameters
@@ -93,12 +94,19 @@ def best_lines(name: str, problem: TrainingProblem, answer: LayoutAnswer) -> Ite
         )
     yield f"of all {answer.plan_class}"
     yield f"rates: {answer.rates}"
-    yield (
-        "`stagewright export LAYOUT --to plan` makes a plan of stages of it"
-        if problem.memory.name == "plan"
-        else "--for plan: layouts that `stagewright run` carries out, as plans of stages"
-    )
+    yield _other_door(problem, best)
     yield from answer.remarks
+
+
+def _other_door(problem: TrainingProblem, best: LayoutRow) -> str:
+    """What ``plan`` and ``run`` do with such layouts."""
+    if problem.memory.name == "plan":
+        return "`stagewright export LAYOUT --to plan` makes a plan of stages of it"
+    runs = "--for plan: layouts that `stagewright run` carries out, as plans of stages"
+    layout = parse_layout(best.layout)
+    if layout.tensor * layout.context * layout.expert > 1:
+        return runs
+    return f"it has stages and replicas alone, which `stagewright plan` cuts layer by layer; {runs}"
 
 
 def expected(of: LayoutRow) -> str:
