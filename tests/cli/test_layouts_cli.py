@@ -252,6 +252,7 @@ def test_memory_by_rank() -> None:
         ({"--schedule": "gpipe"}, "--schedule: 'gpipe' is none of 1f1b, zero-bubble"),
         ({"--explain": "p2 x3"}, "layout word 'x3' is not known; known are pN, tN"),
         ({"--explain": "p2 p3"}, "layout 'p2 p3': pipeline appears twice"),
+        ({"--chunks": 2000}, "--chunks must be at most 1024, got 2000"),
         ({"--per-rack": 8}, "--per-rack and --rack-bandwidth belong together: give both"),
         (
             {"--tensor": "3"},
@@ -265,6 +266,16 @@ def test_refusals(changed: dict[str, object], message: str) -> None:
     assert message in refused(
         "train-plan", "config.json", *(x for pair in options.items() for x in pair)
     )
+
+
+def test_plan_and_train_plan_name_each_other() -> None:
+    assert "alone, which `stagewright plan` cuts layer by layer" in answered(*PLAN, "--tensor", 1)
+    assert "`stagewright plan`" not in answered(*PLAN, "--tensor", 2)
+    answered("model", "config.json", "--device", "h100", "--sequence", 2048, "-o", "model.json")
+    answered("cluster", "1x2", "--device", "h100", "--memory", "4GB", "-o", "c.json")
+    given = ("plan", "--model", "model.json", "--cluster", "c.json", "--microbatches", 4)
+    shown = answered(*given, "--planner", "dp", code=1)
+    assert "`stagewright train-plan` may find what fits" in " ".join(shown.split())
 
 
 def test_what_a_cluster_file_says_is_not_said_again() -> None:
