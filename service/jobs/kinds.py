@@ -157,7 +157,7 @@ def kind_of(request: Request) -> str:
         If there is none: it is answered by the library alone.
     """
     for name, kind in KINDS.items():
-        if type(request) is kind.request:
+        if type(request) in kind.forms:
             return name
     raise InputError(f"a {type(request).__name__} is no job of the service")
 

@@ -32,6 +32,7 @@ from stagewright.cli.options import SERVED_THREADS
 from stagewright.client import AsyncClient, Client, LostServiceError, UnansweredError
 from stagewright.formulations.forms.answers import Progress
 from stagewright.formulations.operators.plan import load_operator_plan
+from stagewright.formulations.parallelism.document import load_layout
 from stagewright.formulations.plans.plan import load_plan
 from stagewright.formulations.prices.analytic import analytic_model
 from stagewright.graphs.machines.cluster import Link, save_cluster, uniform_servers
@@ -39,6 +40,8 @@ from stagewright.graphs.models.chain import save_model
 from stagewright.graphs.models.operators.step_graph import save_graph
 from stagewright.graphs.workloads.prices import Market, save_market
 from stagewright.service.http.limits import RequestLimits
+from stagewright.service.layouts.configured import TrainPlanRequest
+from stagewright.service.layouts.requests import LayoutAnswer
 from stagewright.service.pipelines.answers import PlanAnswer
 from stagewright.service.pipelines.requests import PlanRequest
 from stagewright.service.schedules.requests import JobShopAnswer, JobShopRequest
@@ -218,6 +221,15 @@ def test_jobs_are_listed_stopped_and_fetched(server: str, files: Path) -> None:
     (placed, *_) = answered_json("jobs", "--server", server)["jobs"]
     answered("jobs", placed["id"], "--server", server, "-o", "placed.json")
     assert load_operator_plan("placed.json").certificate.cost_seconds == placed["cost"]
+    given = {"config": SMALL_LLAMA, "device": "h100", "gpus": 8, "global_batch": 16,
+             "sequence": 2048, "tensor": [1], "alike": True}  # fmt: skip
+    with Client(server) as client:
+        asked = TrainPlanRequest.parse(json.dumps(given))
+        layouts = client.solve(asked)
+        assert isinstance(layouts, LayoutAnswer)
+        (job, *_) = client.jobs()
+    answered("jobs", job.id, "--server", server, "-o", "layout.json")
+    assert load_layout("layout.json").iteration_seconds == job.cost == layouts.rows[0].seconds
     assert "--stop is of one job" in refused("jobs", "--stop", "--server", server)
 
 
