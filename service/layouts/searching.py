@@ -248,7 +248,9 @@ def _reason(
     if best is not None:
         return "no layout whose stages are alike but for the first and the last"
     if is_stopped(stop):
-        return "stopped, or the time limit came, before a layout was found"
+        late = "stopped, or the time limit came, before"
+        least = "no layout fits; " if found.proved else ""
+        return f"{least}{late} {'how much memory one needs' if least else 'a layout'} was found"
     return _too_large(searches.request.problem, front[-1]) if front else searches.nothing()
 
 

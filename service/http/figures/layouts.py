@@ -20,7 +20,6 @@ from stagewright.service.layouts import told
 from stagewright.service.layouts.calibrating import CalibrateAnswer
 from stagewright.service.layouts.configured import TrainPlanRequest
 from stagewright.service.layouts.requests import (
-    FrontPoint,
     LayoutAnswer,
     LayoutMemoryAnswer,
     LayoutRequest,
@@ -48,7 +47,7 @@ def train_plan(request: Request, answer: Told) -> Figures:
     return Figures(
         [*_numbers(found, limit)],
         [one for one in tables if one.rows],
-        charts=[("Time and memory", _front(found.front, limit))] if found.front else (),
+        charts=[("Time and memory", _front(found, limit))] if found.front else (),
         lead=[*map(_in_fields, lead)],
         lines=[*map(_in_fields, _lines(request, found))],
         memory=_bars([*_ranks(found)], limit),
@@ -88,14 +87,14 @@ def _read_layouts(request: LayoutRequest, answer: Told) -> LayoutAnswer:
 
 
 def _ranged(answer: LayoutAnswer) -> AnswerTable:
-    """The table of layouts with the ranges of time and memory."""
+    """The table of layouts with the ranges of time, and what each loses by before the rest."""
     plain = told.best_table(answer.rows)
-    head = (*plain.head[:2], "<when measured", *plain.head[2:])
+    head = (*plain.head[:2], "<when measured", plain.head[-1], *plain.head[2:-1])
     return AnswerTable(
         plain.title,
         head,
         [
-            (*cells[:2], _whole(told.expected(row)), *cells[2:])
+            (*cells[:2], _whole(told.expected(row)), cells[-1], *cells[2:-1])
             for cells, row in zip(plain.rows, answer.rows, strict=True)
         ],
     )
@@ -129,9 +128,9 @@ def _in_fields(line: str) -> str:
     return _OPTION.sub(lambda found: names.get(found[1], found[0]), line)
 
 
-def _front(points: Sequence[FrontPoint], limit: float) -> Chart:
-    """The fastest layout for every amount of memory."""
-    ascending = sorted(points, key=lambda one: one.peak_bytes)
+def _front(answer: LayoutAnswer, limit: float) -> Chart:
+    """The fastest layout for every amount of memory, and the best that fits."""
+    ascending = sorted(answer.front, key=lambda one: one.peak_bytes)
     x = [one.peak_bytes / _GB for one in ascending]
     y = [one.seconds for one in ascending]
     names = [one.layout for one in ascending]
@@ -143,6 +142,11 @@ def _front(points: Sequence[FrontPoint], limit: float) -> Chart:
             Series("no layout is faster with this memory", (*x, until), (*y, y[-1]), "steps",
                    "--best"),
             Series("fastest layouts", x, y, "points", "--best", names),
+            *(
+                Series("the best that fits", [one.peak_bytes / _GB], [one.seconds], "points",
+                       "--critical", () if one.layout in names else (one.layout,))
+                for one in answer.rows[:1]
+            ),
         ),
         320,
     )  # fmt: skip
