@@ -4,11 +4,16 @@
 Python (a plan, an allocation, a timeline).
 """
 
+import importlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from stagewright.graphs.documents.errors import InputError
 
 
 class Answer(BaseModel):
@@ -42,6 +47,75 @@ Finite = Annotated[float | None, BeforeValidator(_finite)]
 
 CARRIED = Field(exclude=True, repr=False)
 """Marks a field for users of Python; it is neither validated nor serialised."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerTable:
+    """A titled table of an answer; names of columns of text begin with ``<``."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def filled(self) -> dict[str, Any]:
+        """What the page's script reads, without columns that are empty."""
+        kept = [i for i in range(len(self.head)) if any(row[i] for row in self.rows)]
+        return {
+            "title": self.title,
+            "head": [self.head[i] for i in kept],
+            "rows": [[row[i] for i in kept] for row in self.rows],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ShownAnswer:
+    """What a notebook shows of an answer: a few lines, a table, and the rows of a frame."""
+
+    lines: Sequence[str]
+    table: AnswerTable
+    rows: Sequence[dict[str, Any]]
+
+
+class NotebookAnswer(Answer):
+    """An answer that prints as a few lines; a notebook shows its table too."""
+
+    def shown(self) -> ShownAnswer:
+        """What is shown."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return "\n".join(self.shown().lines)
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        shown = self.shown()
+        names = (name.removeprefix("<") for name in shown.table.head)
+        rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in shown.table.rows)
+        return (
+            f"<pre>{escape(repr(self))}</pre><table><thead><tr>"
+            f"{''.join(f'<th>{escape(name)}</th>' for name in names)}</tr></thead><tbody>"
+            f"{''.join(f'<tr>{row}</tr>' for row in rows)}</tbody></table>"
+        )
+
+    def to_frame(self) -> Any:
+        """The rows of the answer as a ``DataFrame`` of pandas; see `frame_of`."""
+        return frame_of(self.shown().rows)
+
+
+def frame_of(rows: Sequence[dict[str, Any]]) -> Any:
+    """Rows as a ``DataFrame`` of pandas.
+
+    Raises
+    ------
+    InputError
+        If pandas is not installed.
+    """
+    try:
+        pandas = importlib.import_module("pandas")
+    except ImportError:
+        raise InputError("to_frame needs pandas: pip install pandas") from None
+    return pandas.DataFrame(rows)
 
 
 class InvalidAnswer(Answer):

@@ -19,6 +19,9 @@ from stagewright.service.answers import Answer
 from stagewright.service.cloud.requests import CloudAnswer, CloudRequest
 from stagewright.service.clusters.answers import AllocateAnswer, RoundsAnswer, SimulateClusterAnswer
 from stagewright.service.clusters.requests import AllocateRequest, RoundsRequest
+from stagewright.service.layouts.calibrating import CalibrateAnswer
+from stagewright.service.layouts.profiled import ProfiledAnswer
+from stagewright.service.layouts.requests import LayoutAnswer, LayoutMemoryAnswer
 from stagewright.service.operators.dividing import DivideAnswer
 from stagewright.service.operators.plans import PlaceAnswer
 from stagewright.service.pipelines.answers import PartitionAnswer, PlanAnswer
@@ -41,8 +44,11 @@ CARRIED, TYPE, OBJECTS = "carried", "type", "objects"
 
 # The types of objects that answers carry, which are imported when one is read.
 ALLOCATION_PLAN = "formulations.clusters.allocation_plan:AllocationPlan"
+LAYOUT_PLAN = "formulations.parallelism.document:LayoutPlan"
 MAKESPAN_PROBLEM = "formulations.pipelines.makespan:MakespanProblem"
 OPERATOR_PLAN = "formulations.operators.plan:OperatorPlan"
+PROFILED_PLAN = "formulations.parallelism.profiles.document:ProfiledDocument"
+RATE_SET = "graphs.machines.rates:RateSet"
 RESULT = "solvers.planning:Result"
 SWITCHING_PLAN = "formulations.cloud.switching:Plan"
 TIMED_ORDER = "formulations.schedules.timing:TimedOrder"
@@ -74,6 +80,12 @@ def read(text: str, request: Request, document: str | None = None) -> Answer:
 def placement(told: Made) -> "OperatorPlan | None":
     """The plan that a whole answer to a `PlaceRequest` carries."""
     return _object(OPERATOR_PLAN, told[CARRIED][OBJECTS])  # type: ignore[no-any-return]
+
+
+def carried_document(told: Made) -> Any:
+    """The document that a whole answer carries: a plan, or a rate set; None if it has none."""
+    kind = _DOCUMENTS.get(told[CARRIED][TYPE])
+    return None if kind is None else _object(kind, told[CARRIED][OBJECTS])
 
 
 def kept_plan(request: PlanRequest, document: str, status: Status, reason: str) -> PlanAnswer:
@@ -122,7 +134,7 @@ def _carried(answer: Answer) -> Any:
             return replace(answer.result, plan=None)
         case WhatIfAnswer():
             return answer.base.result
-        case PlaceAnswer() | AllocateAnswer():
+        case PlaceAnswer() | AllocateAnswer() | LayoutAnswer() | ProfiledAnswer():
             return answer.plan
         case ScheduleAnswer():
             return {"timed": answer.timed, "problem": answer.problem}
@@ -133,7 +145,7 @@ def _carried(answer: Answer) -> Any:
         case CloudAnswer():
             return answer.stays
         case _:
-            return None
+            return getattr(answer, "document", None)
 
 
 def _of_plan(request: Request, told: Made, carried: Any) -> Made:
@@ -205,9 +217,18 @@ _MADE: dict[type[Answer], Callable[[Request, Made, Any], Made]] = {
     AllocateAnswer: _of_allocation,
     RoundsAnswer: _of_rounds,
     SimulateClusterAnswer: _field("timeline", TIMELINE),
+    LayoutAnswer: _field("plan", LAYOUT_PLAN),
+    ProfiledAnswer: _field("plan", PROFILED_PLAN),
+    CalibrateAnswer: _field("document", RATE_SET),
     CloudAnswer: _of_cloud,
 }
-_PLAIN: tuple[type[Answer], ...] = (DivideAnswer, JobShopAnswer, PartitionAnswer, SweepAnswer)
+_DOCUMENTS = {
+    "PlaceAnswer": OPERATOR_PLAN, "LayoutAnswer": LAYOUT_PLAN, "ProfiledAnswer": PROFILED_PLAN,
+    "CalibrateAnswer": RATE_SET,
+}  # fmt: skip
+_PLAIN: tuple[type[Answer], ...] = (
+    DivideAnswer, JobShopAnswer, LayoutMemoryAnswer, PartitionAnswer, SweepAnswer,
+)  # fmt: skip
 _KINDS: dict[str, type[Answer]] = {kind.__name__: kind for kind in (*_MADE, *_PLAIN)}
 
 

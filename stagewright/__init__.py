@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from stagewright.formulations.clusters.allocation_plan import load_allocation, save_allocation
     from stagewright.formulations.operators.plan import load_operator_plan, save_operator_plan
     from stagewright.formulations.parallelism.document import load_layout, save_layout
+    from stagewright.formulations.parallelism.layout import Layout, parse_layout
     from stagewright.formulations.parallelism.profiles.document import (
         load_profiled_plan,
         save_profiled_plan,
@@ -36,7 +37,13 @@ if TYPE_CHECKING:
         run_cluster,
         simulate_cluster,
     )
-    from stagewright.front.layouts import check_profiled_plan, profiled_train_plan, train_plan
+    from stagewright.front.layouts import (
+        calibrate,
+        check_profiled_plan,
+        memory,
+        profiled_train_plan,
+        train_plan,
+    )
     from stagewright.front.operators import check_placement, divide, place
     from stagewright.front.pipelines import (
         check,
@@ -60,25 +67,32 @@ if TYPE_CHECKING:
         save_cluster,
         uniform_servers,
     )
+    from stagewright.graphs.machines.fabric import Fabric
+    from stagewright.graphs.machines.networks import fabric_of_kind
+    from stagewright.graphs.models.architecture import Architecture
     from stagewright.graphs.models.chain import load_model, save_model
     from stagewright.graphs.models.layer_profiles import load_layer_profiles, save_layer_profiles
     from stagewright.graphs.models.operators.step_graph import load_graph, save_graph
     from stagewright.graphs.workloads.jobs import load_workload
     from stagewright.graphs.workloads.pool import parse_pool
     from stagewright.graphs.workloads.prices import load_market
+    from stagewright.service.architectures import read_architecture
     from stagewright.service.layouts.problems import profiled_problem, training_problem
+    from stagewright.solvers.parallelism.space import Space
 
 __all__ = [
-    "Executor", "InputError", "Link", "allocate", "analytic_model", "check", "check_placement",
-    "check_profiled_plan", "check_proofs", "cloud", "compare", "compare_schedules", "diff",
-    "divide", "estimate", "export", "jobshop", "load_allocation", "load_cluster", "load_graph",
+    "Architecture", "Executor", "Fabric", "InputError", "Layout", "Link", "Space", "allocate",
+    "analytic_model", "calibrate", "check", "check_placement", "check_profiled_plan",
+    "check_proofs", "cloud", "compare", "compare_schedules", "diff", "divide", "estimate",
+    "export", "fabric_of_kind", "jobshop", "load_allocation", "load_cluster", "load_graph",
     "load_layer_profiles", "load_layout", "load_market", "load_model", "load_operator_plan",
     "load_partition_problem", "load_plan", "load_profiled_plan", "load_trace", "load_workload",
-    "parse_pool", "partition", "place", "plan", "print_progress", "profiled_problem",
-    "profiled_train_plan", "rounds", "run_cluster", "save_allocation", "save_cluster",
-    "save_graph", "save_layer_profiles", "save_layout", "save_model", "save_operator_plan",
-    "save_plan", "save_profiled_plan", "schedule", "show", "simulate", "simulate_cluster",
-    "sweep", "train_plan", "training_problem", "uniform_servers", "what_if",
+    "memory", "parse_layout", "parse_pool", "partition", "place", "plan", "print_progress",
+    "profiled_problem", "profiled_train_plan", "read_architecture", "rounds", "run_cluster",
+    "save_allocation", "save_cluster", "save_graph", "save_layer_profiles", "save_layout",
+    "save_model", "save_operator_plan", "save_plan", "save_profiled_plan", "schedule", "show",
+    "simulate", "simulate_cluster", "sweep", "train_plan", "training_problem",
+    "uniform_servers", "what_if",
 ]  # fmt: skip
 
 # Loaded on first use, so that ``import stagewright`` is fast.
@@ -91,12 +105,13 @@ _LAZY = {
     "stagewright.formulations.parallelism.profiles.document": (
         "load_profiled_plan", "save_profiled_plan",
     ),
+    "stagewright.formulations.parallelism.layout": ("Layout", "parse_layout"),
     "stagewright.formulations.plans.plan": ("load_plan", "save_plan"),
     "stagewright.front.clusters": (
         "allocate", "cloud", "estimate", "rounds", "run_cluster", "simulate_cluster",
     ),
     "stagewright.front.layouts": (
-        "check_profiled_plan", "profiled_train_plan", "train_plan",
+        "calibrate", "check_profiled_plan", "memory", "profiled_train_plan", "train_plan",
     ),
     "stagewright.front.operators": ("check_placement", "divide", "place"),
     "stagewright.graphs.importers.piper": ("load_partition_problem",),
@@ -110,12 +125,17 @@ _LAZY = {
         "Link", "load_cluster", "save_cluster", "uniform_servers",
     ),
     "stagewright.formulations.prices.analytic": ("analytic_model",),
+    "stagewright.graphs.machines.fabric": ("Fabric",),
+    "stagewright.graphs.machines.networks": ("fabric_of_kind",),
+    "stagewright.graphs.models.architecture": ("Architecture",),
     "stagewright.graphs.models.chain": ("load_model", "save_model"),
     "stagewright.graphs.models.layer_profiles": ("load_layer_profiles", "save_layer_profiles"),
     "stagewright.graphs.models.operators.step_graph": ("load_graph", "save_graph"),
     "stagewright.graphs.workloads.jobs": ("load_workload",),
     "stagewright.graphs.workloads.pool": ("parse_pool",),
     "stagewright.graphs.workloads.prices": ("load_market",),
+    "stagewright.service.architectures": ("read_architecture",),
+    "stagewright.solvers.parallelism.space": ("Space",),
     "stagewright.service.layouts.problems": ("profiled_problem", "training_problem"),
 }  # fmt: skip
 _MODULE = {name: module for module, names in _LAZY.items() for name in names}

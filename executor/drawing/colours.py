@@ -61,3 +61,14 @@ def mixed(colour: str, other: str, share: float) -> str:
 def _parts(colour: str) -> tuple[int, int, int]:
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return red, green, blue
+
+
+MEMORY_COLOURS = {
+    "weights": "#194ab3",
+    "gradients": "#3fd3fb",
+    "optimizer": "#e79228",
+    "activations": "#1e9b64",
+    "buffers": "#fbe72a",
+    "reserve": "#bcbcbc",
+}
+"""Of what a rank's memory holds, from the bottom of a bar on."""

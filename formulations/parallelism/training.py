@@ -155,6 +155,17 @@ class SwitchedProblem(TrainingProblem):
         return price not in self.free
 
 
+@dataclass(frozen=True, eq=False)
+class CalibrationRun:
+    """A measured iteration; ``place`` is where it is written, such as ``runs.csv:3``."""
+
+    place: str
+    problem: TrainingProblem
+    layout: Layout
+    seconds: float
+    memory_bytes: float | None = None
+
+
 def with_stack(problem: TrainingProblem, memory: StackMemory) -> TrainingProblem:
     """The problem under a stack: what it keeps, its type of gradients, and its reserve."""
     precision = problem.precision

@@ -24,26 +24,31 @@ from stagewright.service.http.openapi import (
     refused,
 )
 from stagewright.service.http.uploads import ID, own_trace
-from stagewright.service.jobs.kinds import KINDS
+from stagewright.service.jobs.kinds import parse_request
 from stagewright.service.jobs.records import ServiceJob
 from stagewright.service.pipelines.requests import CompareRequest, PlanRequest
-from stagewright.service.whole_answers import placement
+from stagewright.service.whole_answers import carried_document
 
 if TYPE_CHECKING:
     from stagewright.executor.export.options import FormatOptions
     from stagewright.formulations.operators.plan import OperatorPlan
 
-PLACE = "place"  # the kind whose plans are of operators
-PLANS = [reference(PipelinePlan), {"type": "object", "title": "OperatorPlan"}]
+PLACE, LAYOUTS = "place", "train-plan"  # the kinds whose plans are of operators, and layouts
+FILES = {LAYOUTS: "layout", "calibrate": "rates"}
+"""The names of documents that are no plans, by kind of job."""
+PLANS = [
+    reference(PipelinePlan),
+    *({"type": "object", "title": name} for name in ("OperatorPlan", "LayoutPlan", "RateSet")),
+]
 router = APIRouter(prefix="/v1", responses=refused(*GUARDED, 404))
 
 
 @router.get("/jobs/{job}/plan", responses=answered({"anyOf": PLANS}))
 def read_plan(job: Readable) -> Response:
-    """The best plan so far; a placement when its job has ended."""
-    placed = _placement(job)
-    text = _document(job) if placed is None else documents.to_json(placed)
-    return _file(JsonText(text), "plan.json")
+    """The best plan so far; a placement, a layout or a rate set when its job has ended."""
+    carried = _carried(job)
+    text = _document(job) if carried is None else documents.to_json(carried)
+    return _file(JsonText(text), f"{FILES.get(job.kind, 'plan')}.json")
 
 
 @router.get("/jobs/{job}/trace", responses=answered({"type": "object"}))
@@ -94,7 +99,7 @@ def read_figures(job: Readable) -> dict[str, Any]:
 
     if job.answer is None or not job.has_ended or job.kind == "plan":
         raise HTTPException(404, "there is no answer" if job.answer is None else "it is a plan")
-    request = KINDS[job.kind].request.parse(job.request)
+    request = parse_request(job.kind, job.request)
     return figures(job.kind, request, json.loads(job.answer)).table()
 
 
@@ -116,9 +121,11 @@ def export_plan(job: Readable, to: str, options: Annotated[ExportParameters, Que
     """The files for a framework, or a script that launches, as a ZIP archive."""
     from stagewright.executor.export import export
 
+    layout = _carried(job) if job.kind == LAYOUTS else None
+    plan = _plan(job) if layout is None else layout
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, text in export(_plan(job), to, _options(job, to, options)).items():
+        for name, text in export(plan, to, _options(job, to, options)).items():
             archive.writestr(name, text)
     return _file(Zip(packed.getvalue()), f"{to}.zip")
 
@@ -128,6 +135,8 @@ def _options(job: ServiceJob, to: str, given: ExportParameters) -> "FormatOption
     from stagewright.executor.export import FORMATS
     from stagewright.executor.export.options import FormatOptions
 
+    if job.kind == LAYOUTS:
+        return FormatOptions(**given.model_dump())
     request = _request(job)
     allowed = FORMATS[to].options if to in FORMATS else ()
     own: dict[str, Any] = {"model": request.chain, "cluster": request.cluster}
@@ -166,10 +175,15 @@ def diff(first: str, second: str, caller: Reader, service: Serving) -> dict[str,
 
 
 def _placement(job: ServiceJob) -> "OperatorPlan | None":
-    """The plan of operators that a job has found, which is in its answer; None of other kinds."""
-    if job.kind != PLACE or job.answer is None or not job.has_ended:
-        return None
-    return placement(json.loads(job.answer))
+    """The plan of operators that a job has found; None of other kinds."""
+    found: OperatorPlan | None = _carried(job) if job.kind == PLACE else None
+    return found
+
+
+def _carried(job: ServiceJob) -> Any:
+    """The document that the answer of a job carries; None if it is not there."""
+    is_there = job.answer is not None and job.has_ended
+    return carried_document(json.loads(job.answer or "")) if is_there else None
 
 
 def _document(job: ServiceJob) -> str:
@@ -186,7 +200,7 @@ def _plan(job: ServiceJob) -> PipelinePlan:
 
 def _request(job: ServiceJob) -> PlanRequest:
     """The request of a job that plans a pipeline."""
-    request = KINDS[job.kind].request.parse(job.request)
+    request = parse_request(job.kind, job.request)
     assert isinstance(request, PlanRequest)  # no other kind has such a plan
     return request
 

@@ -13,6 +13,7 @@ import numpy as np
 from starlette.requests import Request as HttpRequest
 
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.models.architecture import Architecture
 from stagewright.service.requests import Request
 
 MOST_KNOWN = 10_000  # buckets before those that are full are forgotten
@@ -152,7 +153,17 @@ class RequestLimits:
         for name, most in (("cluster", self.devices), ("chain", self.layers)):
             if given.get(name) is not None and len(given[name]) > most:
                 raise InputError(f"{name}: at most {most} parts here, got {len(given[name])}")
+        architecture = getattr(given.get("problem"), "architecture", None)
+        if architecture is not None:
+            self.require_layers(architecture)
         if given.get("engine") == "ray" and not self.ray:
             raise InputError("engine: sweeps of this service run on its own machine")
         if given.get("address") is not None:
             raise InputError("address: jobs of this service connect to no other cluster")
+
+    def require_layers(self, architecture: Architecture) -> None:
+        """Refuse a model of too many layers."""
+        if architecture.layers > self.layers:
+            raise InputError(
+                f"config: at most {self.layers} layers here, got {architecture.layers}"
+            )

@@ -85,13 +85,14 @@ def _headers(status: int) -> dict[str, Any]:
 
 @cache
 def _components() -> dict[str, Any]:
-    kinds: list[Any] = [*(one.request for one in KINDS.values()), PipelinePlan, Problem]
+    requests = [form for one in KINDS.values() for form in one.forms]
+    kinds: list[Any] = [*requests, PipelinePlan, Problem]
     found = TypeAdapter.json_schemas(
         [(kind.__name__, "validation", TypeAdapter(kind)) for kind in kinds], ref_template=PLACE
     )[1]
     schemas: dict[str, Any] = found["$defs"]
-    for one in KINDS.values():
-        fields = schemas[one.request.__name__]["properties"]
+    for one in requests:
+        fields = schemas[one.__name__]["properties"]
         for name in FIELDS.keys() & fields:
             fields[name] = {"anyOf": [fields[name], _UPLOAD]}
     return schemas

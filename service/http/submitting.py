@@ -9,6 +9,8 @@ from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.importers.hf_config import parse_hf_config
+from stagewright.graphs.models.traits import said_parameters
 from stagewright.service.http.guard import Service, Serving, Submitter
 from stagewright.service.http.limits import TooManyError
 from stagewright.service.http.openapi import GUARDED, Responses, reference, refused
@@ -48,10 +50,41 @@ def read_webhooks(caller: Submitter, service: Serving) -> WebhookView:
     return WebhookView(origins=found.origins, secret=found.secret_of(caller.user))
 
 
+class ConfigView(BaseModel):
+    """What a model's configuration says: its type, blocks, and parameters in words."""
+
+    model_type: str
+    layers: int
+    parameters: str
+
+
+@router.post(
+    "/v1/config",
+    openapi_extra={
+        "requestBody": {
+            "required": True, "content": {"application/json": {"schema": {"type": "object"}}}
+        }
+    },
+)  # fmt: skip
+async def describe_config(request: Request, caller: Submitter, service: Serving) -> ConfigView:
+    """What a Hugging Face ``config.json`` describes."""
+    text = await service.limits.body(request)
+    return await run_in_threadpool(_described, service, text)
+
+
+def _described(service: Service, text: bytes) -> ConfigView:
+    service.limits.require_shallow(text)
+    found = parse_hf_config(text.decode(errors="replace"), "config")
+    service.limits.require_layers(found)
+    return ConfigView(model_type=found.name, layers=found.layers, parameters=said_parameters(found))
+
+
 def _add(kind: str) -> None:
     """Add the routes that submit and validate requests of a kind of job."""
     one = KINDS[kind]
-    content = {"application/json": {"schema": reference(one.request)}}
+    first, *others = map(reference, one.forms)
+    schema: dict[str, object] = {"anyOf": [first, *others]} if others else {**first}
+    content = {"application/json": {"schema": schema}}
     body = {"requestBody": {"required": True, "content": content}}
 
     @router.post(

@@ -27,6 +27,7 @@ from stagewright.graphs.machines.topology import server_of
 from stagewright.graphs.models import chain
 from stagewright.graphs.models.chain import Chain
 from stagewright.service.http.guard import Reader, Service, Serving, Submitter
+from stagewright.service.http.limits import RequestLimits
 from stagewright.service.http.openapi import FIELDS, GUARDED, JsonText, Responses, answered, refused
 from stagewright.service.http.views import canonical
 from stagewright.service.jobs.store import PAGE
@@ -164,11 +165,10 @@ class ConfiguredTraining(BaseModel):
     optimizer_state: int = Field(2, ge=0, le=2)
     rates: str | None = Field(None, max_length=NAME)
 
-    def model(self, config: str, most_layers: int) -> Chain:
+    def model(self, config: str, limits: RequestLimits) -> Chain:
         """The model that the text of a ``config.json`` describes, with computed costs."""
         architecture = parse_hf_config(config, "config")
-        if architecture.layers > most_layers:
-            raise InputError(f"config: at most {most_layers} layers here")
+        limits.require_layers(architecture)
         return architecture_model(
             architecture,
             self.sequence,
@@ -187,8 +187,8 @@ async def upload_config(
     """Keep the model that a Hugging Face ``config.json`` describes, with computed costs."""
 
     def made() -> bytes:
-        most = sent.service.limits.layers
-        return documents.to_json(training.model(_utf8(sent.text), most)).encode()
+        model = training.model(_utf8(sent.text), sent.service.limits)
+        return documents.to_json(model).encode()
 
     return await sent.kept(Kind.MODEL, made)
 

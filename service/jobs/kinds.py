@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import from_json
+
 from stagewright.formulations.forms.answers import OnProgress, StopToken
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.answers import Answer
@@ -14,6 +16,15 @@ from stagewright.service.clusters.requests import (
     RoundsRequest,
     SimulateClusterRequest,
 )
+from stagewright.service.layouts.calibrating import CalibrateRequest
+from stagewright.service.layouts.configured import (
+    CalibrateRunsRequest,
+    ConfiguredRequest,
+    LayoutMemoryRequest,
+    TrainPlanRequest,
+)
+from stagewright.service.layouts.profiled import ProfiledRequest
+from stagewright.service.layouts.requests import LayoutRequest, MemoryRequest
 from stagewright.service.operators.dividing import DivideRequest
 from stagewright.service.operators.plans import PlaceRequest
 from stagewright.service.pipelines.requests import PartitionRequest, PlanRequest
@@ -38,7 +49,8 @@ class JobKind:
     ``refuses`` names, in the same way, the function of a request by which the use case refuses
     what it cannot answer, before it searches; a request is validated by the same one. A kind
     without it takes every request that can be made.
-    ``timed``: costs are seconds, else they are in the unit of the request.
+    ``timed``: costs are seconds, else they are in the unit of the request. ``configured`` is the
+    form that people send: it has a model's configuration and makes the request.
     """
 
     request: type[Request]
@@ -47,6 +59,33 @@ class JobKind:
     refuses: str | None = None
     reports: bool = False
     timed: bool = False
+    configured: type[ConfiguredRequest] | None = None
+
+    @property
+    def forms(self) -> tuple[type[Request], ...]:
+        """The types of what may be sent, that of people first."""
+        return (self.request,) if self.configured is None else (self.configured, self.request)
+
+    def parse(self, text: str | bytes) -> Request:
+        """The request in a JSON text, of the form that has its first field or else the other.
+
+        Raises
+        ------
+        InputError
+            In one line with the place in the document.
+        """
+        form = self.configured
+        if form is None or self._is_whole(text):
+            return self.request.parse(text)
+        return form.parse(text).whole()
+
+    def _is_whole(self, text: str | bytes) -> bool:
+        try:
+            found = from_json(text)
+        except ValueError:
+            return True  # what is wrong with it is said where it is parsed
+        first = next(name for name, of in self.request.model_fields.items() if of.is_required())
+        return isinstance(found, dict) and first in found and "config" not in found
 
     def require_answerable(self, request: Request) -> None:
         """Refuse what the use case refuses."""
@@ -70,6 +109,16 @@ def _function(place: str) -> Callable[..., Any]:
 KINDS: dict[str, JobKind] = {
     "plan": JobKind(PlanRequest, "pipelines.planning:plan", "A plan of a model on a cluster.",
         "pipelines.planning:require_supported", True, True),
+    "train-plan": JobKind(LayoutRequest, "layouts.searching:find_layouts",
+        "How to divide a transformer's training.", "layouts.requests:require_problem", True, True,
+        TrainPlanRequest),
+    "train-plan-profiles": JobKind(ProfiledRequest, "layouts.profiled:find_profiled_plan",
+        "Training by measured layers.", timed=True),
+    "memory": JobKind(MemoryRequest, "layouts.searching:layout_memory",
+        "The memory of a layout.", "layouts.requests:require_problem",
+        configured=LayoutMemoryRequest),
+    "calibrate": JobKind(CalibrateRequest, "layouts.calibrating:calibrate",
+        "Rates of your own runs.", configured=CalibrateRunsRequest),
     "what-if": JobKind(PlanRequest, "pipelines.what_if:what_if",
         "What more devices or memory would buy.", "pipelines.planning:require_supported"),
     "place": JobKind(PlaceRequest, "operators.plans:place", "Operators on devices.",
@@ -108,7 +157,7 @@ def kind_of(request: Request) -> str:
         If there is none: it is answered by the library alone.
     """
     for name, kind in KINDS.items():
-        if type(request) is kind.request:
+        if type(request) in kind.forms:
             return name
     raise InputError(f"a {type(request).__name__} is no job of the service")
 
@@ -123,11 +172,15 @@ def parse_request(kind: str, text: str | bytes) -> Request:
     """
     if kind not in KINDS:
         raise InputError(f"{kind!r} is no kind of job; there are {', '.join(KINDS)}")
-    return KINDS[kind].request.parse(text)
+    return KINDS[kind].parse(text)
 
 
 def title_of(request: Request) -> str:
-    """The names of the model and the cluster that a request is about; empty where it has none."""
-    documents = (getattr(request, part, None) for part in ("chain", "graph", "cluster"))
-    title = " on ".join(filter(None, (getattr(one, "name", "") for one in documents)))
+    """The names of the model and the machines that a request is about; empty where it has none."""
+    documents = [getattr(request, part, None) for part in ("chain", "graph", "cluster")]
+    names = [getattr(one, "name", "") for one in documents]
+    if isinstance(request, LayoutRequest | MemoryRequest):
+        problem = request.problem
+        names = [problem.architecture.name, f"{problem.fabric.devices} {problem.fabric.device}"]
+    title = " on ".join(filter(None, names))
     return "".join(filter(str.isprintable, title))  # PostgreSQL stores no NUL

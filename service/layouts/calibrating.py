@@ -4,11 +4,12 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from stagewright.formulations.forms.answers import StopToken
+from stagewright.formulations.parallelism.training import CalibrationRun
 from stagewright.graphs.machines.rates import RateSet
-from stagewright.service.answers import CARRIED, Answer, Finite
+from stagewright.service.answers import CARRIED, Answer, Finite, NotebookAnswer, ShownAnswer
 from stagewright.service.layouts.rates import RateSetAnswer
 from stagewright.service.requests import Request
-from stagewright.solvers.parallelism.calibrating import CalibrationRun, calibrated, require_runs
 
 
 class CalibrateRequest(Request):
@@ -21,6 +22,8 @@ class CalibrateRequest(Request):
 
     @model_validator(mode="after")
     def _require_runs(self) -> "CalibrateRequest":
+        from stagewright.solvers.parallelism.calibrating import require_runs  # it imports scipy
+
         require_runs(self.runs)
         return self
 
@@ -39,7 +42,7 @@ class CalibratedRow(Answer):
     left_out_seconds: Finite
 
 
-class CalibrateAnswer(Answer):
+class CalibrateAnswer(NotebookAnswer):
     """The rates of measured runs; ``factors`` of the constants of the set that it started from.
 
     Constants ``at_peak`` reach all that the device has: runs may be faster than any rates explain.
@@ -53,9 +56,17 @@ class CalibrateAnswer(Answer):
     rates: RateSetAnswer
     document: Annotated[RateSet | None, CARRIED] = None
 
+    def shown(self) -> ShownAnswer:
+        """What a notebook shows."""
+        from stagewright.service.layouts.told import shown_calibration
 
-def calibrate(request: CalibrateRequest) -> CalibrateAnswer:
+        return shown_calibration(self)
+
+
+def calibrate(request: CalibrateRequest, stop: StopToken | None = None) -> CalibrateAnswer:
     """Rates fitted to the runs, with their error where each run is left out."""
+    from stagewright.solvers.parallelism.calibrating import calibrated  # it imports scipy
+
     found = calibrated(request.runs, request.name, request.source)
     left_out = found.left_out or (None,) * len(found.runs)
     return CalibrateAnswer(

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
@@ -26,7 +26,9 @@ from stagewright.graphs.documents.units import format_bytes
 from stagewright.service.answers import CARRIED, Answer, Finite
 from stagewright.service.layouts.problems import unusable, usable_degrees
 from stagewright.service.requests import Request, SearchRequest
-from stagewright.solvers.parallelism.profiles.pipelines import ProfiledResult, profiled_plan
+
+if TYPE_CHECKING:
+    from stagewright.solvers.parallelism.profiles.pipelines import ProfiledResult
 
 _MORE_MEMORY = (1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 16.0, 64.0)
 """By how much memory is multiplied, one after the other, until a plan is found."""
@@ -122,6 +124,8 @@ class CheckProfiledAnswer(Answer):
 
 def find_profiled_plan(request: ProfiledRequest, stop: StopToken | None = None) -> ProfiledAnswer:
     """The plan of the least iteration time within the limits."""
+    from stagewright.solvers.parallelism.profiles.pipelines import profiled_plan
+
     problem, limits = request.problem, request.limits(stop)
     found = profiled_plan(problem, limits)
     plan, estimate = found.plan, found.estimate
@@ -147,7 +151,7 @@ def find_profiled_plan(request: ProfiledRequest, stop: StopToken | None = None) 
     )
 
 
-def _answer(found: ProfiledResult, **fields: Any) -> ProfiledAnswer:
+def _answer(found: "ProfiledResult", **fields: Any) -> ProfiledAnswer:
     """The answer with what the search proves, and other fields."""
     return ProfiledAnswer.of(
         found,
@@ -190,6 +194,8 @@ def _reason(problem: ProfiledProblem, status: Status, limits: Limits) -> str:
 def _with_memory(
     problem: ProfiledProblem, factor: float, stop: StopToken | None
 ) -> ProfiledPlan | None:
+    from stagewright.solvers.parallelism.profiles.pipelines import profiled_plan
+
     pools = tuple(
         replace(pool, memory_bytes=factor * pool.memory_bytes) for pool in problem.cluster.pools
     )
@@ -215,7 +221,7 @@ def _remarks(problem: ProfiledProblem) -> Iterator[str]:
             yield f"not used: {unusable(problem, pool)}"
 
 
-def _open(found: ProfiledResult, limits: Limits) -> Iterator[str]:
+def _open(found: "ProfiledResult", limits: Limits) -> Iterator[str]:
     """Why a search that had time left proved no optimum."""
     if found.status is Status.FEASIBLE and limits.left(found.seconds):
         yield (

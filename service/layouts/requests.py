@@ -4,16 +4,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from stagewright.formulations.forms.answers import Limits, Status, require_limits
 from stagewright.formulations.parallelism.document import LayoutPlan
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
 from stagewright.formulations.parallelism.ranges import Fits, unmeasured
-from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.rates import Feature
-from stagewright.service.answers import CARRIED, Answer, Finite
+from stagewright.service.answers import CARRIED, Answer, Finite, NotebookAnswer, ShownAnswer
 from stagewright.service.options import Option
 from stagewright.service.requests import Request
 from stagewright.solvers.parallelism.space import Space
@@ -25,14 +25,32 @@ _DEGREES = {"pipelines": "pipeline", "context ranks": "context", "expert ranks":
 """The degree that is 1 where a framework lacks the feature."""
 
 
-class LayoutRequest(Request):
-    """Find the fastest layouts of a problem that fit."""
+LayoutText = Annotated[
+    Layout | None,
+    BeforeValidator(
+        lambda given: parse_layout(given) if isinstance(given, str) else given,
+        json_schema_input_type=str | Layout | None,
+    ),
+]
+"""A layout, or its text such as "p8 t8 d2 b1 v3 full sp zero1"."""
 
-    problem: TrainingProblem
-    space: Space = Space()
+
+def _frameworks() -> list[Any]:
+    from stagewright.executor.export.layouts import EVERY_FORMAT
+
+    return [*EVERY_FORMAT]
+
+
+class LayoutSearch(Request):
+    """What is searched for, of any problem."""
+
     top: int = Field(default=10, ge=1, le=1000)
     """Layouts in the table."""
-    framework: Annotated[str | None, Option("--for", form="FRAMEWORK")] = None
+    framework: Annotated[
+        str | None,
+        Option("--for", form="FRAMEWORK"),
+        Field(json_schema_extra=lambda schema: schema.update(examples=_frameworks())),
+    ] = None
     """Only layouts that can be exported to it: megatron, megatron-bridge, nemo, torchtitan,
     deepspeed, accelerate, axolotl, trl, transformers, nnscaler; plan: a plan of stages, for
     `stagewright run`, of which some may then not fit in memory."""
@@ -42,7 +60,7 @@ class LayoutRequest(Request):
     """fastest: of all layouts; surest: of those whose prices the rates have measured."""
     by_stage: bool = True
     """Whether to find blocks and recomputed blocks of every stage after the search."""
-    explain: Annotated[Layout | None, Option(of_text=lambda text, _: parse_layout(text))] = None
+    explain: Annotated[LayoutText, Option(of_text=lambda text, _: parse_layout(text))] = None
     """Why not this layout, for example "p8 t8 d2 b1 v3 full sp zero1"."""
     front: bool = False
     """The fastest layouts with less and with more memory."""
@@ -70,6 +88,13 @@ class LayoutRequest(Request):
                 f"framework {name!r} is not known; there are {', '.join(EVERY_FORMAT)}{hint}"
             )
         return self
+
+
+class LayoutRequest(LayoutSearch):
+    """Find the fastest layouts of a problem that fit."""
+
+    problem: TrainingProblem
+    space: Space = Space()
 
     @property
     def asks_more(self) -> bool:
@@ -118,6 +143,11 @@ class LayoutRequest(Request):
 
         if self.framework is not None:
             yield from EVERY_FORMAT[self.framework].broken(self.problem, layout)
+
+
+def require_problem(request: "LayoutRequest | MemoryRequest") -> None:
+    """Refuse what no search can answer; see the request's own."""
+    request.require_problem()
 
 
 class RankMemoryAnswer(Answer):
@@ -260,7 +290,7 @@ class RefinedAnswer(Answer):
     wall_seconds: float
 
 
-class LayoutAnswer(Answer):
+class LayoutAnswer(NotebookAnswer):
     """The best layouts by time, with a bound on every layout of the space that fits.
 
     The times rest on ``rates``, and so does ``bound_seconds``; ``bound_fastest_seconds`` is the
@@ -297,6 +327,12 @@ class LayoutAnswer(Answer):
     wall_seconds: float
     plan: Annotated[LayoutPlan | None, CARRIED] = None
 
+    def shown(self) -> ShownAnswer:
+        """What a notebook shows."""
+        from stagewright.service.layouts.told import shown_layouts
+
+        return shown_layouts(self)
+
 
 class CheckLayoutAnswer(Answer):
     """What is wrong with a layout's document; nothing if it is valid.
@@ -315,8 +351,12 @@ class MemoryRequest(Request):
     problem: TrainingProblem
     layout: Layout
 
+    def require_problem(self) -> None:
+        """Refuse a layout that breaks a rule of the model, the batch or the devices."""
+        require_layout(self.problem, self.layout)
 
-class LayoutMemoryAnswer(Answer):
+
+class LayoutMemoryAnswer(NotebookAnswer):
     """Peak bytes at every position in the pipeline, and who has how much too little.
 
     The peak of a run is expected between ``peak_bytes_low`` and ``peak_bytes_high``.
@@ -332,3 +372,9 @@ class LayoutMemoryAnswer(Answer):
     ranks: tuple[RankMemoryAnswer, ...]
     shortages: tuple[str, ...]
     remarks: tuple[str, ...] = ()
+
+    def shown(self) -> ShownAnswer:
+        """What a notebook shows."""
+        from stagewright.service.layouts.told import shown_memory
+
+        return shown_memory(self)

@@ -7,7 +7,15 @@ from time import monotonic
 from typing import Any
 
 from stagewright.executor.export.layouts.rules import FrameworkRule
-from stagewright.formulations.forms.answers import Deadline, Status, StopToken, is_stopped
+from stagewright.formulations.forms.answers import (
+    Deadline,
+    OnProgress,
+    Progress,
+    Status,
+    StopToken,
+    is_stopped,
+    silent,
+)
 from stagewright.formulations.parallelism.document import (
     LayoutBound,
     differences,
@@ -106,8 +114,12 @@ class Searches:
         return NOTHING.format(also, excluded)
 
 
-def find_layouts(request: LayoutRequest, ended: StopToken | None = None) -> LayoutAnswer:
-    """The fastest layouts that are found in the request's time, unless ``ended`` is set before.
+def find_layouts(
+    request: LayoutRequest,
+    on_progress: OnProgress = silent,
+    stop: StopToken | None = None,
+) -> LayoutAnswer:
+    """The fastest layouts that are found in the request's time, unless ``stop`` is set before.
 
     Raises
     ------
@@ -116,8 +128,8 @@ def find_layouts(request: LayoutRequest, ended: StopToken | None = None) -> Layo
     """
     problem, searches = request.problem, Searches(request)
     began, limit = monotonic(), request.time_limit
-    stop = Deadline(began + limit, ended)
-    first = Deadline(began + limit * (SHARE_OF_FIRST if request.asks_more else 1), ended)
+    deadline = Deadline(began + limit, stop)
+    first = Deadline(began + limit * (SHARE_OF_FIRST if request.asks_more else 1), stop)
     try:
         request.require_problem()
         folding: dict[str, Any] = {} if request.unfolded else {"alike": work_alike}
@@ -128,11 +140,19 @@ def find_layouts(request: LayoutRequest, ended: StopToken | None = None) -> Layo
         return _impossible(request, str(error))
     speaks_of = plan_class(request)
     best = found.best[0] if found.best else None
-    bound, status = LayoutBound(found.bound, PROVED_BY, speaks_of), _status(found, ended)
+    bound, status = LayoutBound(found.bound, PROVED_BY, speaks_of), _status(found, stop)
+    first_seconds = None if best is None else best.seconds
+    on_progress(Progress(monotonic() - began, first_seconds, bound.seconds))
     refined, refined_bound = None, None
-    if request.by_stage and not is_stopped(stop):
+    if request.by_stage and not is_stopped(deadline):
         refined = refined_layouts(
-            problem, request.searched, found, request.framework, searches.accepts, speaks_of, stop
+            problem,
+            request.searched,
+            found,
+            request.framework,
+            searches.accepts,
+            speaks_of,
+            deadline,
         )
         refined_bound = refined.bound
         if best is None and refined.best is not None:
@@ -142,14 +162,14 @@ def find_layouts(request: LayoutRequest, ended: StopToken | None = None) -> Layo
     front: tuple[FrontPoint, ...] = ()
     too_large = _states_too_large(request) if best is None else None
     if request.front or (best is None and too_large is None):
-        front = tuple(_front(searches, stop))
-    if not (best or front or too_large or is_stopped(stop) or request.explain):
+        front = tuple(_front(searches, deadline))
+    if not (best or front or too_large or is_stopped(deadline) or request.explain):
         raise InputError(searches.nothing())
     answered = found.best[0] if found.best else best
-    surest, remarks = _known_prices(searches, best, stop)
+    surest, remarks = _known_prices(searches, best, deadline)
     remarks += tuple(f"less sure: {one}" for one in unmeasured_work(problem))
-    if stop.is_set() or not found.proved:
-        remarks += () if is_stopped(ended) else (_LATE.format(limit),)
+    if deadline.is_set() or not found.proved:
+        remarks += () if is_stopped(stop) else (_LATE.format(limit),)
     return LayoutAnswer(
         status=status,
         rates=str(problem.rates),
@@ -164,9 +184,9 @@ def find_layouts(request: LayoutRequest, ended: StopToken | None = None) -> Layo
         refined=None if refined is None else refined.answer,
         explained=None if request.explain is None else explain(request, request.explain, best),
         front=front if request.front else (),
-        what_if=tuple(_what_if(searches, stop)) if request.what_if and best else (),
+        what_if=tuple(_what_if(searches, deadline)) if request.what_if and best else (),
         remarks=(*remarks, *remarks_on(problem.architecture, problem.sequence)),
-        reason=too_large or _reason(searches, found, best, front, stop),
+        reason=too_large or _reason(searches, found, best, front, deadline),
         training_days=_days(request, best),
         examined=found.examined,
         wall_seconds=found.seconds,
@@ -222,7 +242,9 @@ def _reason(
     if best is not None:
         return "no layout whose stages are alike but for the first and the last"
     if is_stopped(stop):
-        return "stopped, or the time limit came, before a layout was found"
+        late = "stopped, or the time limit came, before"
+        least = "no layout fits; " if found.proved else ""
+        return f"{least}{late} {'how much memory one needs' if least else 'a layout'} was found"
     return _too_large(searches.request.problem, front[-1]) if front else searches.nothing()
 
 
@@ -376,7 +398,7 @@ def _what_if(searches: Searches, stop: StopToken | None) -> Iterator[WhatIf]:
         )
 
 
-def layout_memory(request: MemoryRequest) -> LayoutMemoryAnswer:
+def layout_memory(request: MemoryRequest, stop: StopToken | None = None) -> LayoutMemoryAnswer:
     """The memory of a layout, whether or not it fits.
 
     Raises

@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 from stagewright.executor.clusters.ray_ranks import ADDRESS, connected
 from stagewright.formulations.forms.answers import Progress, Status
+from stagewright.formulations.parallelism.document import LayoutPlan
+from stagewright.formulations.parallelism.profiles.document import ProfiledDocument
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.documents import to_json
 from stagewright.graphs.documents.errors import InputError
@@ -105,14 +107,18 @@ def outcome_of(answer: Answer, stopped_by: StoppedBy | None = None) -> JobEnd:
     """How a job ends with this answer; ``stopped_by`` is what may have ended its search."""
     told = answer.json_object()
     state, by = _state(told, stopped_by)
+    plan = getattr(answer, "plan", None)
+    cost, bound = told.get("cost_seconds"), told.get("bound_seconds")
+    if isinstance(plan, LayoutPlan | ProfiledDocument):  # the bound is that of the plan's class
+        cost, bound = plan.iteration_seconds, plan.bound and plan.bound.seconds
     return JobEnd(
         state,
         answer=written(answer),
-        document=_document(getattr(answer, "plan", None)),
+        document=_document(plan),
         reason=str(told.get("reason") or ""),
         stopped_by=by,
-        cost=told.get("cost_seconds"),
-        bound=told.get("bound_seconds"),
+        cost=cost,
+        bound=bound,
     )
 
 

@@ -17,9 +17,12 @@ from scipy.optimize import least_squares
 from scipy.special import stdtrit
 
 from stagewright.formulations.parallelism.estimate import evaluate
-from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.ranges import measured_by
-from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
+from stagewright.formulations.parallelism.training import (
+    CalibrationRun,
+    TrainingProblem,
+    require_layout,
+)
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError, naming
 from stagewright.graphs.documents.units import counted
@@ -40,17 +43,6 @@ _MOST = 20.0
 """A factor is from 1 / 20 to 20."""
 _WEIGHT = 5e-3
 """A factor e costs as much as a run that is off by this share: it holds what no run tells."""
-
-
-@dataclass(frozen=True, eq=False)
-class CalibrationRun:
-    """A measured iteration; ``place`` is where it is written, such as ``runs.csv:3``."""
-
-    place: str
-    problem: TrainingProblem
-    layout: Layout
-    seconds: float
-    memory_bytes: float | None = None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from stagewright.formulations.parallelism.training import (
     require_activation_offload,
 )
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import require_count
 from stagewright.graphs.machines.rates import Feature
 from stagewright.graphs.models.modules import EVERY_SET, OFFLOAD, WHOLE, useful_sets
 from stagewright.graphs.models.shards import LayerSplit, Recompute
@@ -141,6 +142,10 @@ def _even_division(stages: int, blocks: int) -> tuple[int, ...]:
     return tuple(blocks // stages + (stage < blocks % stages) for stage in range(stages))
 
 
+MOST_CHUNKS = 1024
+"""Stages on a pipeline rank at most: every number up to it is looked at."""
+
+
 @dataclass(frozen=True, slots=True)
 class Space:
     """The values that every dimension may take; None for all that divide.
@@ -173,8 +178,7 @@ class Space:
             values = getattr(self, name)
             if values is not None and (not values or min(values) < 1):
                 raise InputError(f"{name} needs at least one value, each at least 1")
-        if self.chunks < 1:
-            raise InputError(f"chunks must be at least 1, got {self.chunks}")
+        require_count(self.chunks, "chunks", MOST_CHUNKS)
         for name in ("schedules", "recompute", "zero", "offload", "placements"):
             if not getattr(self, name):
                 raise InputError(f"{name} needs at least one value")

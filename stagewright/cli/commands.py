@@ -7,6 +7,7 @@ An option of its own takes the place of the request's field with the same name.
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -266,6 +267,26 @@ def with_option(message: str, fields: Iterable[str], options: Mapping[str, str])
     return f"{options.get(name, spelled(name))}{first[len(name) :]} {rest}"
 
 
+_FIELDS = re.compile(r"`(\w+)`|\b([a-z]+(?:_[a-z]+)+)\b")
+
+
+@contextmanager
+def spelling(*models: type[BaseModel]) -> Iterator[None]:
+    """Name options in messages of the body, for fields of the models.
+
+    That is for the field that a message begins with, those between backticks and those of several
+    words.
+    """
+    fields = (_Field(*pair) for model in models for pair in model.model_fields.items())
+    names = {one.name: one.shown for one in fields}
+    try:
+        yield
+    except InputError as error:
+        message = with_option(str(error), (), names)
+        found = _FIELDS.sub(lambda word: names.get(word[1] or word[2], word[0]), message)
+        raise InputError(found) from None
+
+
 def command_of(run: Callable[..., int], name: str, **page: Any) -> TyperCommand:
     """The command that a function runs."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
@@ -328,7 +349,7 @@ def _fields(run: Callable[..., int], parts: Mapping[str, Any]) -> Iterator[_Fiel
     own = {name for model, asked in models if not asked for name in model.model_fields}
     for model, asked in models:
         for name, info in model.model_fields.items():
-            if asked and (name in own or name in shown.without or not _is_spelled(info)):
+            if name in shown.without or (asked and (name in own or not _is_spelled(info))):
                 continue
             if asked and shown.only and name not in shown.only:
                 continue

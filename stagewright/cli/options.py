@@ -1,8 +1,10 @@
 """Options that several commands have."""
 
 import os
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
@@ -10,6 +12,8 @@ from stagewright.cli.commands import CommandOptions
 from stagewright.cli.outputs import Writes
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.options import Option
+
+T = TypeVar("T")
 
 MOST_THREADS = 8  # unless more are asked for
 SERVED_THREADS = 4  # what services allow unless they are set otherwise
@@ -111,3 +115,44 @@ def read_sizes(text: str) -> list[int]:
     if sizes[0] < 1:
         raise InputError(f"--microbatch-sizes must be at least 1, got {sizes[0]}")
     return sizes
+
+
+_GROUP = re.compile(r"(?P<kind>[^:,]+):(?P<servers>\d{1,9})[xX](?P<devices>\d{1,9})")
+
+
+def read_groups(text: str, option: str) -> list[tuple[str, int, int]]:
+    """Kind, servers and devices of a server of every group."""
+    found = []
+    for part in text.split(","):
+        match = _GROUP.fullmatch(part.strip())
+        if match is None:
+            raise InputError(
+                f"{option} {part.strip()!r}: write KIND:SERVERSxGPUS, for example a100:2x4"
+            )
+        found.append((match["kind"], int(match["servers"]), int(match["devices"])))
+    return found
+
+
+def read_by_kind(
+    text: str | None,
+    option: str,
+    parse: Callable[[str, str], T],
+    kinds: Iterable[str],
+    known: Callable[[str, str], str],
+) -> dict[str, T]:
+    """The value of each kind, from one for all ``kinds`` or several by kind; none without a text.
+
+    ``known`` gives the kind that a text and its option name, or refuses it.
+    """
+    if text is None:
+        return {}
+    if "=" not in text:
+        return dict.fromkeys(kinds, parse(text, option))
+    pairs = [part.partition("=") for part in text.split(",")]
+    found: dict[str, T] = {}
+    for given, _, value in pairs:
+        kind = known(given, option)
+        if kind in found:
+            raise InputError(f"{option}: {kind} is given twice; give it once")
+        found[kind] = parse(value.strip(), option)
+    return found

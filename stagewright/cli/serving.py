@@ -241,16 +241,16 @@ def _webhook(found: "JobState") -> str:
 
 
 def _save(client: "Client", found: "JobState", output: "Path") -> None:
-    """Write the best plan of a job, of a pipeline or of operators."""
-    from stagewright.formulations.operators.plan import save_operator_plan
+    """Write the best plan of a job, or the document that its answer carries."""
     from stagewright.formulations.plans.plan import save_plan
-    from stagewright.service.operators.plans import PlaceAnswer
+    from stagewright.graphs.documents.documents import write
 
-    answer = client.answer(found.id) if found.kind == "place" else None
-    if isinstance(answer, PlaceAnswer) and answer.plan is not None:
-        save_operator_plan(answer.plan, output)
-    else:
+    answer = client.answer(found.id) if found.has_ended and not found.has_document else None
+    carried = getattr(answer, "plan", None) or getattr(answer, "document", None)
+    if carried is None:
         save_plan(client.document(found.id), output)
+    else:
+        write(type(carried), carried, output)
 
 
 def _show(client: "Client", found: "JobState", output: "Path | None", as_json: bool) -> int:

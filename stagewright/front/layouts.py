@@ -1,24 +1,32 @@
 """Layouts of a transformer's training, for users of Python."""
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping, Sequence
+from os import PathLike, fspath
+from typing import TYPE_CHECKING, Any, Literal
 
-from stagewright.formulations.forms.answers import StopToken
+from stagewright.formulations.forms.answers import OnProgress, StopToken, silent
+from stagewright.formulations.parallelism.layout import parse_layout
 from stagewright.front import fields_of
+from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
+    from stagewright.formulations.parallelism.document import LayoutPlan
     from stagewright.formulations.parallelism.layout import Layout
     from stagewright.formulations.parallelism.profiles.document import ProfiledDocument
     from stagewright.formulations.parallelism.profiles.pipelines import ProfiledProblem
     from stagewright.formulations.parallelism.training import TrainingProblem
+    from stagewright.graphs.models.architecture import Architecture
+    from stagewright.service.layouts.calibrating import CalibrateAnswer
     from stagewright.service.layouts.profiled import ProfiledAnswer
-    from stagewright.service.layouts.requests import LayoutAnswer
+    from stagewright.service.layouts.requests import LayoutAnswer, LayoutMemoryAnswer
     from stagewright.solvers.parallelism.space import Space
 
 
 def train_plan(
-    problem: "TrainingProblem",
+    problem: "TrainingProblem | None" = None,
     space: "Space | None" = None,
     *,
+    config: "str | PathLike[str] | Architecture | None" = None,
     top: int = 10,
     explain: "Layout | None" = None,
     framework: str | None = None,
@@ -29,14 +37,22 @@ def train_plan(
     unfolded: bool = False,
     tokens: float | None = None,
     time_limit: float = 60.0,
+    on_progress: OnProgress = silent,
     stop: StopToken | None = None,
+    **options: Any,
 ) -> "LayoutAnswer":
     """Find how to divide the training of a transformer among devices.
+
+    With a ``problem``, or in the words of the command line, for example
+    ``train_plan(config="config.json", device="h100", gpus=64, global_batch=512, sequence=4096)``.
 
     Parameters
     ----------
     problem
         See :func:`training_problem`.
+    config
+        In place of a problem: a Hugging Face ``config.json``, its folder or model's name, or an
+        architecture (see :func:`read_architecture`).
     space
         The layouts to consider; None for all that the model, the batch and the devices allow.
     top
@@ -59,8 +75,14 @@ def train_plan(
         Of the whole training: the answer has its days.
     time_limit
         Of the search, in seconds.
+    on_progress
+        Told of the best layouts as soon as they are found.
     stop
         Ends the search once it is set; the answer is then the best so far.
+    options
+        With ``config``: the other options of ``stagewright train-plan`` by their names with
+        underscores, as the service takes them, such as ``device``, ``gpus``, ``cluster``,
+        ``global_batch``, ``sequence``, ``precision``, ``tensor=(1, 2)`` or ``rates``.
 
     Returns
     -------
@@ -74,12 +96,142 @@ def train_plan(
     InputError
         If no layout obeys the rules of the model, the batch and the devices.
     """
-    fields = fields_of(locals(), "stop")
+    fields = fields_of(locals(), "problem", "space", "config", "on_progress", "stop", "options")
+    from stagewright.service.layouts.configured import TrainPlanInputs
     from stagewright.service.layouts.requests import LayoutRequest
     from stagewright.service.layouts.searching import find_layouts
     from stagewright.solvers.parallelism.space import Space
 
-    return find_layouts(LayoutRequest.of(**fields | {"space": space or Space()}), stop)
+    if (problem is None) == (config is None):
+        raise InputError(
+            "train_plan needs a problem, or a config with device and gpus; one of both"
+        )
+    if problem is None:
+        architecture = _architecture(config)
+        request = TrainPlanInputs.of(**fields, **_read(options)).layouts_of(architecture)
+        request = request if space is None else request.model_copy(update={"space": space})
+    else:
+        for name in options:
+            raise InputError(f"{name} goes with config; a problem says it already")
+        request = LayoutRequest.of(problem=problem, space=space or Space(), **fields)
+    return find_layouts(request, on_progress, stop)
+
+
+def memory(
+    layout: "str | Layout | LayoutPlan",
+    config: "str | PathLike[str] | Architecture | None" = None,
+    **options: Any,
+) -> "LayoutMemoryAnswer":
+    """Break down the peak memory of a layout by pipeline rank, whether or not it fits.
+
+    Parameters
+    ----------
+    layout
+        Such as ``p8 t8 d2 b1 v3 full sp zero1``; or a plan of :func:`train_plan`, which has its
+        model and machines.
+    config
+        A Hugging Face ``config.json``, its folder or model's name, or an architecture.
+    options
+        The other options of ``stagewright memory``, such as ``sequence``, ``device``, ``framework``
+        and ``global_batch``.
+
+    Raises
+    ------
+    InputError
+        If the layout breaks a rule of the model, the batch or the devices.
+    """
+    from stagewright.formulations.parallelism.document import LayoutPlan
+    from stagewright.service.layouts.configured import MemoryInputs
+    from stagewright.service.layouts.requests import MemoryRequest
+    from stagewright.service.layouts.searching import layout_memory
+
+    if isinstance(layout, LayoutPlan):
+        if config is not None or options:
+            raise InputError("config: the plan says model and machines; leave it out")
+        return layout_memory(MemoryRequest.of(problem=layout.problem, layout=layout.layout))
+    if config is None:
+        raise InputError("config is missing: a config.json, or an architecture")
+    of_text = parse_layout(layout) if isinstance(layout, str) else layout
+    inputs = MemoryInputs.of(layout=of_text, **_read(options))
+    return layout_memory(inputs.memory_of(_architecture(config)))
+
+
+def calibrate(
+    runs: "str | PathLike[str] | Sequence[Mapping[str, Any]]",
+    config: "str | PathLike[str] | Architecture",
+    *,
+    name: str = "calibrated",
+    **options: Any,
+) -> "CalibrateAnswer":
+    """Make a rate set of your own from two or three measured iterations.
+
+    Parameters
+    ----------
+    runs
+        A CSV as of ``stagewright calibrate``, or for each run ``layout`` and ``seconds``, and
+        ``gpus``, ``sequence``, ``batch``, ``precision`` or ``memory_bytes`` where they differ.
+    config
+        A Hugging Face ``config.json``, its folder or model's name, or an architecture.
+    name
+        Of the rates.
+    options
+        The other options of ``stagewright calibrate``, such as ``device``, ``gpus``,
+        ``framework``, ``sequence`` and ``global_batch``.
+
+    Returns
+    -------
+    CalibrateAnswer
+        ``document`` are the rates, for the option ``rates`` of :func:`train_plan`.
+
+    Raises
+    ------
+    InputError
+        If a run cannot be, with its place.
+    """
+    from stagewright.graphs.importers.measured_runs import MeasuredIteration, read_measured
+    from stagewright.service.layouts.calibrating import CalibrateRequest
+    from stagewright.service.layouts.calibrating import calibrate as fit
+    from stagewright.service.layouts.configured import CalibrateInputs, MeasuredRun
+
+    inputs, architecture = CalibrateInputs.of(**_read(options)), _architecture(config)
+    measured = (
+        [
+            MeasuredIteration(f"runs[{i}]", **MeasuredRun.of(**one).given())
+            for i, one in enumerate(runs)
+        ]
+        if not isinstance(runs, str | PathLike)
+        else read_measured(runs)
+    )
+    source = "measured" if not isinstance(runs, str | PathLike) else fspath(runs)
+    made = tuple(inputs.run(one, architecture) for one in measured)
+    return fit(CalibrateRequest.of(runs=made, name=name, source=source))
+
+
+def _architecture(config: "str | PathLike[str] | Architecture | None") -> "Architecture":
+    """The architecture, of a configuration if it is not one."""
+    from stagewright.graphs.models.architecture import Architecture
+    from stagewright.service.architectures import read_architecture
+
+    if isinstance(config, Architecture):
+        return config
+    assert config is not None
+    return read_architecture(config)
+
+
+def _read(options: dict[str, Any]) -> dict[str, Any]:
+    """The options, with what the files say that they name; lists as tuples."""
+    from stagewright.graphs.machines.cluster import load_cluster
+    from stagewright.graphs.machines.devices import read_kind
+    from stagewright.graphs.machines.rates import rates_named
+
+    readers = {"device": read_kind, "rates": rates_named}
+    found = fields_of(options)
+    for name, read in readers.items():
+        if isinstance(found.get(name), str):
+            found[name] = read(found[name])
+    if isinstance(found.get("cluster"), str | PathLike):
+        found["cluster"] = load_cluster(found["cluster"])
+    return found
 
 
 def profiled_train_plan(

@@ -1,7 +1,6 @@
 """What users of Python see of an answer, and how they end a search by hand."""
 
 import base64
-import importlib
 import signal
 import sys
 import threading
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from stagewright.formulations.forms.answers import StopToken
 from stagewright.formulations.plans.plan import PipelinePlan
-from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import counted, format_seconds
+from stagewright.service.answers import frame_of
 from stagewright.solvers import planning
 
 if TYPE_CHECKING:
@@ -43,18 +42,8 @@ class PlanResult(planning.Result):
         return [] if self.plan is None else [asdict(one) for one in summarise(self.plan)]
 
     def to_frame(self) -> Any:
-        """The `rows` as a ``DataFrame`` of pandas.
-
-        Raises
-        ------
-        InputError
-            If pandas is not installed.
-        """
-        try:
-            pandas = importlib.import_module("pandas")
-        except ImportError:
-            raise InputError("to_frame needs pandas: pip install pandas") from None
-        return pandas.DataFrame(self.rows())
+        """The `rows` as a ``DataFrame`` of pandas; see `frame_of`."""
+        return frame_of(self.rows())
 
 
 def shown(result: planning.Result) -> PlanResult:

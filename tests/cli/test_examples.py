@@ -48,12 +48,14 @@ def place(tmp_path: Path) -> Path:
 def test_the_python_example_plans(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (code,) = blocks(README, "python")
+    code, training = blocks(README, "python")
     monkeypatch.chdir(place)
     shortened = code.replace("time_limit=10", "time_limit=1")
     assert shortened != code
     exec(compile(shortened, "README.md", "exec"), {})
     assert "layers (0, " in capsys.readouterr().out
+    exec(compile(f"import stagewright\n{training}", "README.md", "exec"), {})
+    assert ": llama on 16 h100, " in capsys.readouterr().out
     plan = load_plan(place / "plan.json")
     assert plan.model == "bert-large"
     assert plan.certificate is not None

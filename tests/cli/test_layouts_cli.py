@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from commands import answered, answered_json, refused, rewrite, run
 
-from stagewright.cli import interruptible
-from stagewright.cli.layouts import layouts
+from stagewright.cli import interruptible, solving
 from stagewright.formulations.parallelism.document import load_layout, violations
 from stagewright.formulations.parallelism.layout import parse_layout
 from stagewright.solvers.parallelism.refining import work_alike
@@ -173,7 +172,7 @@ def test_the_run_that_one_has_is_explained() -> None:
     assert "the best differs in pipeline 4 -> 1" in answered(*given, "--gpus", 32)
     assert "leave one of them out" in refused(*given, "--explain", "p2 d8")
     assert "give a model, for example its config.json" in refused("train-plan", *MACHINES)
-    assert "needs --global-batch" in refused(*PLAN[:2], *MACHINES, "--sequence", 2048)
+    assert "--global-batch is missing" in refused(*PLAN[:2], *MACHINES, "--sequence", 2048)
 
 
 def test_front_and_what_if() -> None:
@@ -253,6 +252,7 @@ def test_memory_by_rank() -> None:
         ({"--schedule": "gpipe"}, "--schedule: 'gpipe' is none of 1f1b, zero-bubble"),
         ({"--explain": "p2 x3"}, "layout word 'x3' is not known; known are pN, tN"),
         ({"--explain": "p2 p3"}, "layout 'p2 p3': pipeline appears twice"),
+        ({"--chunks": 2000}, "--chunks must be at most 1024, got 2000"),
         ({"--per-rack": 8}, "--per-rack and --rack-bandwidth belong together: give both"),
         (
             {"--tensor": "3"},
@@ -266,6 +266,16 @@ def test_refusals(changed: dict[str, object], message: str) -> None:
     assert message in refused(
         "train-plan", "config.json", *(x for pair in options.items() for x in pair)
     )
+
+
+def test_plan_and_train_plan_name_each_other() -> None:
+    assert "alone, which `stagewright plan` cuts layer by layer" in answered(*PLAN, "--tensor", 1)
+    assert "`stagewright plan`" not in answered(*PLAN, "--tensor", 2)
+    answered("model", "config.json", "--device", "h100", "--sequence", 2048, "-o", "model.json")
+    answered("cluster", "1x2", "--device", "h100", "--memory", "4GB", "-o", "c.json")
+    given = ("plan", "--model", "model.json", "--cluster", "c.json", "--microbatches", 4)
+    shown = answered(*given, "--planner", "dp", code=1)
+    assert "`stagewright train-plan` may find what fits" in " ".join(shown.split())
 
 
 def test_what_a_cluster_file_says_is_not_said_again() -> None:
@@ -375,7 +385,7 @@ def test_whole_recomputation_where_a_framework_knows_no_other(to: str) -> None:
 def test_a_layout_file_has_its_own_machines() -> None:
     answered(*PLAN, "-o", "layout.json", "--top", 1)
     message = refused("memory", "layout.json", "--memory", "40GB")
-    assert message.endswith("of the options only --png and --json apply")
+    assert message.endswith("of the options only --png, --json and --server apply")
     message = refused("train-plan", "config.json", "--device", "v100", "--gpus", 8, *RUN)
     assert message == "--precision bf16: v100 has no bf16 arithmetic; it may be fp16"
 
@@ -452,9 +462,9 @@ def test_samples_longer_than_the_model_knows_are_a_warning() -> None:
 
 
 def test_a_configuration_without_layout_or_sequence_is_refused_by_what_it_lacks() -> None:
-    lacks = "config.json needs --sequence, the tokens in a sample, for example 4096"
+    lacks = "--sequence is missing: the tokens in a sample, for example 4096"
     assert refused("memory", "config.json", "--layout", "d8 b1") == lacks
-    lacks = 'config.json needs --layout, for example "p2 t4 d8 b1"'
+    lacks = '--layout is missing: for example "p2 t4 d8 b1"'
     assert refused("memory", "config.json", "--sequence", 4096) == lacks
 
 
@@ -479,7 +489,7 @@ def test_an_interrupted_search_answers_with_a_layout(monkeypatch: pytest.MonkeyP
             stop.set()
             yield stop
 
-    monkeypatch.setattr(layouts, "interruptible", stopped)
+    monkeypatch.setattr(solving, "interruptible", stopped)
     found = answered_json(*PLAN, "-o", "layout.json")
     assert found["status"] == "interrupted"
     assert found["bound_seconds"] <= best * (1 + 1e-9)

@@ -147,7 +147,7 @@ def test_remarks_on_pools_without_use() -> None:
     ("changed", "message"),
     [
         ({"--servers": None}, "layer profiles need one of --servers, for example"),
-        ({"--cluster": "config.json"}, "layer profiles need one of --servers"),
+        ({"--cluster": "config.json"}, "config.json: expected a 'stagewright-cluster' document"),
         ({"--servers": "h100:1x2"}, "--servers: 'h100' was not profiled, only A100, v100"),
         ({"--servers": "a100:2"}, "--servers 'a100:2': write KIND:SERVERSxGPUS"),
         ({"--servers": "a100:0x2"}, "A100: servers must be at least 1, got 0"),
@@ -205,7 +205,7 @@ def test_options_of_layer_profiles_do_not_apply_to_a_configuration() -> None:
     given = ("train-plan", "config.json", "--global-batch", 8)
     assert "--servers does not apply to config.json" in refused(*given, "--servers", "a100:1x2")
     machines = ("--device", "h100", "--gpus", 2)
-    assert "config.json needs --sequence" in refused(*given, *machines, "--time-limit", 3)
+    assert "--sequence is missing" in refused(*given, *machines, "--time-limit", 3)
 
 
 # Documents.

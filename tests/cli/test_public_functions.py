@@ -3,6 +3,10 @@
 import importlib
 import inspect
 import pkgutil
+import re
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from layout_problems import LLAMA
@@ -12,6 +16,7 @@ from stagewright import service
 from stagewright.formulations.clusters.allocation_plan import AllocationPlan
 from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.formulations.parallelism.document import LayoutPlan
+from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.profiles.document import ProfiledDocument
 from stagewright.formulations.parallelism.profiles.pipelines import ProfiledProblem
 from stagewright.formulations.parallelism.training import TrainingProblem
@@ -32,6 +37,7 @@ from stagewright.graphs.workloads.prices import Market
 from stagewright.service.answers import Answer
 from stagewright.service.schemas import DOCUMENTS
 from stagewright.solvers.clusters.policies import AllocationResult
+from stagewright.solvers.parallelism.space import Space
 
 FUNCTIONS = [
     name for name in stagewright.__all__ if not isinstance(getattr(stagewright, name), type)
@@ -48,18 +54,25 @@ TAKEN = {
 TAKEN_BY = {
     ("analytic_model", "device"): {Accelerator},
     ("analytic_model", "rates"): {RateSet},
+    ("calibrate", "config"): {Architecture},
     ("check_placement", "plan"): {OperatorPlan},
     ("check_profiled_plan", "plan"): {ProfiledDocument},
     ("divide", "workload"): {Workload},  # and of two other projects; refused by the request
     ("export", "plan"): {PipelinePlan, LayoutPlan},
+    ("fabric_of_kind", "kind"): {Accelerator},
     ("jobshop", "jobs"): set(),
+    ("memory", "config"): {Architecture},
+    ("memory", "layout"): {Layout, LayoutPlan},
     ("profiled_train_plan", "problem"): {ProfiledProblem},
     ("save_allocation", "plan"): {AllocationPlan},
     ("save_layout", "plan"): {LayoutPlan},
     ("save_model", "model"): {Chain},
     ("save_operator_plan", "plan"): {OperatorPlan},
     ("save_profiled_plan", "plan"): {ProfiledDocument},
+    ("train_plan", "config"): {Architecture},
+    ("train_plan", "explain"): {Layout},
     ("train_plan", "problem"): {TrainingProblem},
+    ("train_plan", "space"): {Space},
     ("training_problem", "rates"): {RateSet},
 }
 """Where a function differs."""
@@ -110,6 +123,49 @@ def test_a_layout_is_exported(layout_answer, tmp_path):
     with pytest.raises(stagewright.InputError, match=r"PipelinePlan or a LayoutPlan, .*\.plan$"):
         stagewright.export(layout_answer, "megatron", tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+def test_a_configuration_is_planned_as_its_problem_is(layout_answer, monkeypatch):
+    machines = {"server_bandwidth": "400GB/s", "memory": 80e9}
+    words = {"device": "h100", "gpus": 2, "sequence": 1024} | machines
+    answer = stagewright.train_plan(
+        config=LLAMA, framework="megatron", by_stage=False, global_batch=8, tensor=[1, 2], **words
+    )
+    problem = replace(answer.plan.problem, fabric=layout_answer.plan.problem.fabric)
+    asked = {"framework": "megatron", "by_stage": False}
+    assert stagewright.train_plan(problem, **asked).rows[0].layout == answer.rows[0].layout
+    assert len(repr(answer).splitlines()) <= 5
+    assert str(answer.plan.layout) in repr(answer)
+    assert f"<td>{answer.rows[-1].loses_by}</td>" in answer._repr_html_()
+    frame = SimpleNamespace(DataFrame=lambda rows: [row["seconds"] for row in rows])
+    monkeypatch.setitem(sys.modules, "pandas", frame)
+    assert answer.to_frame() == [row.seconds for row in answer.rows]
+    peaks = [one.total_bytes for one in stagewright.memory(answer.plan).ranks]
+    assert peaks == [one.total for one in answer.plan.memory]
+    of_layout = stagewright.memory(
+        answer.rows[0].layout, LLAMA, framework="megatron", sequence=1024, memory="80GB"
+    )
+    assert of_layout.peak_bytes == pytest.approx(answer.rows[0].peak_bytes)
+    assert "fits in the whole range" in repr(of_layout)
+    slower = {"layout": answer.rows[0].layout, "seconds": 1.1 * answer.rows[0].seconds}
+    rates = stagewright.calibrate([slower], LLAMA, global_batch=8, framework="megatron", **words)
+    assert rates.rows[0].after_seconds == pytest.approx(slower["seconds"], rel=1e-3)
+    assert repr(rates).startswith("from ")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "train_plan needs a problem, or a config"),
+        ({"config": LLAMA}, "give `device` and `gpus`"),
+        ({"config": LLAMA, "gpu": 2}, "gpu: unknown field"),
+        ({"config": LLAMA, "device": "h100", "gpus": 2}, "sequence is missing"),
+        ({"config": LLAMA, "device": "h100", "gpus": 2, "memory": "80"}, "memory '80' has no unit"),
+    ],
+)
+def test_what_a_configuration_lacks_is_said_by_its_field(given, message):
+    with pytest.raises(stagewright.InputError, match=f"^{re.escape(message)}"):
+        stagewright.train_plan(**given)
 
 
 def test_equal_servers_are_a_fabric(layout_answer):

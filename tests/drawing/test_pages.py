@@ -20,9 +20,13 @@ from plans import elaborate, made_up_certificate, make_stages, scheduled, small_
 from profiles import examples, slow_after
 
 from stagewright.executor.drawing.charts import memory_bars
-from stagewright.executor.drawing.charts.memory_bars import KINDS
 from stagewright.executor.drawing.charts.memory_curve import Curve, curve_page
-from stagewright.executor.drawing.colours import CATEGORIES, DARK_COLOURS, KIND_COLOURS
+from stagewright.executor.drawing.colours import (
+    CATEGORIES,
+    DARK_COLOURS,
+    KIND_COLOURS,
+    MEMORY_COLOURS,
+)
 from stagewright.executor.drawing.lanes import TICKS
 from stagewright.executor.drawing.operators import page as operators_page
 from stagewright.executor.drawing.page import page, page_object
@@ -61,7 +65,7 @@ def test_classes_that_are_too_long_for_a_number_are_told_apart(
 
 def test_positions_in_a_pipeline_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_bars, "save", lambda figure: figure)
-    sizes = {f"{kind}_bytes": 1e9 for kind in KINDS}
+    sizes = {f"{kind}_bytes": 1e9 for kind in MEMORY_COLOURS}
     for count in (1, 2, 16):
         ranks = [SimpleNamespace(rank=rank, **sizes) for rank in range(count)]
         axes = memory_bars.memory_png(ranks, 80e9, "a layout").axes[0]  # type: ignore[attr-defined]
@@ -352,7 +356,7 @@ def lab(rgb: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("missing", WITHOUT)
 @pytest.mark.parametrize(
     "colours",
-    [KIND_COLOURS.values(), DARK_COLOURS.values(), CATEGORIES, KINDS.values()],
+    [KIND_COLOURS.values(), DARK_COLOURS.values(), CATEGORIES, MEMORY_COLOURS.values()],
     ids=["light", "dark", "categories", "memory"],
 )
 def test_colours_differ_for_every_kind_of_colour_vision(

@@ -13,9 +13,9 @@ from plans import made_up_certificate, make_stages, small_problem, valid_plan
 from stagewright.executor.drawing import operators
 from stagewright.executor.drawing.charts import memory_bars
 from stagewright.executor.drawing.charts.chart import png, stacked_png
-from stagewright.executor.drawing.charts.memory_bars import KINDS
 from stagewright.executor.drawing.charts.prices import price_png
 from stagewright.executor.drawing.charts.stage_bars import stages_png
+from stagewright.executor.drawing.colours import MEMORY_COLOURS
 from stagewright.executor.drawing.schedules import panel, schedules_png
 from stagewright.executor.drawing.timeline import timeline
 from stagewright.formulations.checking.check import predict
@@ -77,7 +77,10 @@ def a_schedule() -> bytes:
     return schedules_png([panel("1f1b", timed(one_f_one_b(4, 6), times), 8.0)])
 
 
-RANKS = [SimpleNamespace(rank=rank, **{f"{kind}_bytes": 1e9 for kind in KINDS}) for rank in (0, 1)]
+RANKS = [
+    SimpleNamespace(rank=rank, **{f"{kind}_bytes": 1e9 for kind in MEMORY_COLOURS})
+    for rank in (0, 1)
+]
 POINTS = [SimpleNamespace(peak_bytes=2e9, seconds=1.0, layout="p1 t1 d8 b1 zero3 full sp")]
 STAGE = SimpleNamespace(
     first=0, stop=2, device_kind="h100", replicas=2, tensor=1, forward_seconds=1.0,

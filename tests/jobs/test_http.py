@@ -135,6 +135,71 @@ def test_a_placement_is_drawn_and_fetched_as_a_plan_is(
         assert "is one of operators" in told(client.get(f"/v1/jobs/{job}/{path}"), 404)
 
 
+LLAMA = {
+    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 32000,
+    "num_hidden_layers": 16, "num_attention_heads": 32,
+}  # fmt: skip
+TRAINING = {"config": LLAMA, "device": "h100", "gpus": 8, "global_batch": 16, "sequence": 2048}
+
+
+def test_a_configuration_is_planned_explained_fetched_and_exported(
+    client: TestClient, store: ServiceStore
+) -> None:
+    few = {"tensor": [1], "pipeline": [1, 2], "by_stage": False, "framework": "megatron"}
+    asked = TRAINING | few | {"explain": "p2 d4 zero1"}
+    made = client.post("/v1/train-plan", json=asked).json()
+    assert made["title"] == "llama on 8 h100"
+    job = made["id"]
+    solved(store, job)
+    found = client.get(f"/v1/jobs/{job}").json()
+    assert (found["state"], found["cost"]) == ("optimal", pytest.approx(found["bound"]))
+    layout = client.get(f"/v1/jobs/{job}/plan")
+    assert layout.headers["content-disposition"] == 'attachment; filename="layout.json"'
+    assert layout.json()["iteration_seconds"] == found["cost"]
+    shown = client.get(f"/v1/jobs/{job}/figures").json()
+    assert shown["lead"][0] == "Why not p2 t1 d4 b1 zero1?"
+    assert sum(percent for _, percent, _ in shown["memory"][0]["parts"]) <= 100
+    packed = client.get(f"/v1/jobs/{job}/export/megatron").content
+    names = zipfile.ZipFile(io.BytesIO(packed)).namelist()
+    assert len(names) > 1
+    # The whole problem asks the same, and the memory of its layout is what it says.
+    request = parse_request("train-plan", json.dumps(asked))
+    again = client.post("/v1/train-plan/validate", content=request.model_dump_json(by_alias=True))
+    assert again.json() == {"valid": True}
+    text = {"layout": client.get(f"/v1/jobs/{job}/answer").json()["rows"][0]["layout"]}
+    given = {name: TRAINING[name] for name in ("config", "device", "sequence", "global_batch")}
+    held = client.post("/v1/memory", json=given | text | {"framework": "megatron"}).json()["id"]
+    solved(store, held)
+    peaks = [one["total_bytes"] for one in client.get(f"/v1/jobs/{held}/answer").json()["ranks"]]
+    assert max(peaks) == pytest.approx(sum(layout.json()["memory"][0].values()), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "message"),
+    [
+        ("train-plan", {"config": None}, "config: send the model's config.json"),
+        ("train-plan", {"config": LLAMA | {"model_type": "own"}}, "config: model_type must be one"),
+        ("train-plan", {"config": LLAMA | {"num_hidden_layers": 9999}}, "config: at most 2000"),
+        ("train-plan", {"device": "/etc/passwd.json"}, "device '/etc/passwd.json' is not known"),
+        ("train-plan", {"rates": "/tmp/own.json"}, "rates '/tmp/own.json' are not known"),
+        ("train-plan", {"gpus": 12}, "gpus 12 are not whole servers of 8"),
+        ("train-plan", {"global_batch": None}, "global_batch is missing"),
+        ("train-plan", {"memory": "80"}, "memory '80' has no unit"),
+        ("train-plan", {"time_limit": 1e9}, "time_limit: at most 60 here"),
+        ("train-plan", {"problem": {}}, "problem: unknown field"),
+        ("train-plan", {"explain": "p2 x3"}, "explain: layout word 'x3' is not known"),
+        ("memory", {"layout": "t3", "gpus": None}, "gpus: unknown field"),
+        ("calibrate", {"runs": [{"layout": "d8", "seconds": 0}]}, "runs[0].seconds: "),
+        ("calibrate", {"runs": [{"layout": "d4", "seconds": 1}]}, "runs[0]: p x t x c x d"),
+    ],
+)
+def test_what_is_wrong_with_a_training_is_said_by_its_field(
+    client: TestClient, kind: str, changed: dict[str, Any], message: str
+) -> None:
+    body = TRAINING | changed
+    assert told(client.post(f"/v1/{kind}/validate", json=body), 422).startswith(message)
+
+
 @pytest.fixture
 def planned(client: TestClient, store: ServiceStore) -> str:
     """A job that has a plan."""
@@ -261,8 +326,10 @@ def test_every_kind_is_described(client: TestClient) -> None:
     document = client.get("/v1/openapi.json").json()
     for kind in KINDS:
         body = document["paths"][f"/v1/{kind}"]["post"]["requestBody"]
-        *_, name = body["content"]["application/json"]["schema"]["$ref"].split("/")
-        assert document["components"]["schemas"][name]["properties"]
+        schema = body["content"]["application/json"]["schema"]
+        for form in schema.get("anyOf", [schema]):
+            *_, name = form["$ref"].split("/")
+            assert document["components"]["schemas"][name]["properties"]
 
 
 def test_headers_close_the_service(client: TestClient) -> None:

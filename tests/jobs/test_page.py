@@ -25,6 +25,7 @@ from profiles import slow_after
 from stagewright.cli.serving import _row
 from stagewright.client import JobState
 from stagewright.executor.export import FORMATS
+from stagewright.executor.export.layouts import EVERY_FORMAT
 from stagewright.executor.export.runtimes import RUNTIMES
 from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
 from stagewright.graphs.documents import documents
@@ -42,6 +43,10 @@ in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not inst
 
 ENDED = "['optimal', 'feasible'].includes(document.querySelector('.state')?.textContent)"
 CURVES = "document.querySelector('.gap .chart')?.chart?.data.series.length === 2"  # cost and bound
+SMALL = {
+    "model_type": "llama", "hidden_size": 512, "intermediate_size": 2048, "vocab_size": 32000,
+    "num_hidden_layers": 4, "num_attention_heads": 8,
+}  # fmt: skip
 DRAWN = "document.querySelector('.timeline canvas')"
 
 
@@ -78,8 +83,9 @@ def test_the_page_offers_all_planners_and_formats(client: TestClient) -> None:
 
     assert options("planner") == set(PLANNERS)
     assert options("runtime") == set(RUNTIMES)
-    (formats,) = re.findall(r"FORMATS = (\[.*?\])", script)
+    formats, layouts = re.findall(r"FORMATS = (\[.*?\])", script, flags=re.DOTALL)
     assert json.loads(formats) == list(FORMATS)
+    assert json.loads(layouts) == list(EVERY_FORMAT)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -244,6 +250,40 @@ def test_a_problem_is_said_at_its_place(site: Site, tmp_path: Path) -> None:
     # The browser itself notes that a request was refused.
     assert [one for one in browser.errors if " 422 " not in one] == []
     browser.errors.clear()
+
+
+@in_a_browser
+def test_a_dropped_configuration_is_planned_and_a_layout_explained(
+    site: Site, tmp_path: Path
+) -> None:
+    browser = site.browser
+    browser.look(768, True)
+    go(browser, *VIEWS["new"])
+    config = json.dumps(SMALL)
+    browser.run(f"""(() => {{
+      const data = new DataTransfer();
+      data.items.add(new File([{json.dumps(config)}], 'config.json'));
+      document.querySelector('.any').dispatchEvent(
+        new DragEvent('drop', {{dataTransfer: data, cancelable: true}}));
+    }})()""")
+    browser.await_that("document.querySelector('#config-told')?.textContent.includes('blocks')")
+    assert browser.run("location.hash") == "#/new/train-plan"
+    told = browser.run("document.querySelector('#config-told').textContent")
+    assert re.fullmatch(r"llama: 4 blocks, [\d.]+ B parameters", told)
+    given = {"device": "h100", "gpus": 8, "global_batch": 16, "sequence": 512, "tensor": "1,2"}
+    for name, value in given.items():
+        browser.run(f"document.querySelector('form.request').elements.{name}.value = '{value}'")
+    browser.run("document.querySelector('form.request').requestSubmit()")
+    for shown in ("td button", "section + section table"):
+        browser.await_that(f"{ENDED} && document.querySelector('{shown}')")
+        browser.picture(tmp_path / f"layouts-{shown[:2]}.png")
+        assert browser.run("document.documentElement.scrollWidth") <= 768
+        assert browser.run("document.querySelectorAll('.memory .room i').length") >= 6
+        browser.run("[...document.querySelectorAll('td button')].at(-1).click()")
+        browser.await_that("!document.querySelector('.memory')")
+    browser.await_that("document.querySelector('h2')?.textContent.startsWith('Why not p')")
+    assert browser.run("document.querySelector('#problem').textContent") == ""
+    assert browser.errors == []
 
 
 @in_a_browser

@@ -32,6 +32,7 @@ from stagewright.cli.options import SERVED_THREADS
 from stagewright.client import AsyncClient, Client, LostServiceError, UnansweredError
 from stagewright.formulations.forms.answers import Progress
 from stagewright.formulations.operators.plan import load_operator_plan
+from stagewright.formulations.parallelism.document import load_layout
 from stagewright.formulations.plans.plan import load_plan
 from stagewright.formulations.prices.analytic import analytic_model
 from stagewright.graphs.machines.cluster import Link, save_cluster, uniform_servers
@@ -39,6 +40,8 @@ from stagewright.graphs.models.chain import save_model
 from stagewright.graphs.models.operators.step_graph import save_graph
 from stagewright.graphs.workloads.prices import Market, save_market
 from stagewright.service.http.limits import RequestLimits
+from stagewright.service.layouts.configured import TrainPlanRequest
+from stagewright.service.layouts.requests import LayoutAnswer
 from stagewright.service.pipelines.answers import PlanAnswer
 from stagewright.service.pipelines.requests import PlanRequest
 from stagewright.service.schedules.requests import JobShopAnswer, JobShopRequest
@@ -47,8 +50,10 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "jobs" / "mixed.json"
 MODEL = "--model model.json --cluster cluster.json"
 STAGES = "--stages 3 --microbatches 4 --times 1,2 --time-limit 30 --threads 1"
 JOBS = f"--jobs {EXAMPLE} --cluster v100=2x4,p100=1x4"
+TRAINING = "--device h100 --gpus 8 --global-batch 16 --sequence 2048"
 PLACE = "--model graph.json --cluster pair.json --planner heft"
 COMMANDS = {
+    "train-plan": f"train-plan config.json {TRAINING} --tensor 1 --alike --top 3 -o out.json",
     "jobshop": "jobshop ft06.txt --threads 1",
     "plan": f"plan {MODEL} --microbatches 4 --planner dp -o out.json",
     "no plan": f"plan {MODEL} --microbatches 4 --planner dp --memory-limit 1MB",
@@ -66,9 +71,17 @@ COMMANDS = {
     "no rounds": f"rounds --jobs {EXAMPLE} --cluster v100=8@2,p100=4@1 --policy makespan-budget "
     "--budget 0.001",
     "simulate-cluster": f"simulate-cluster {JOBS} --png out.png --completion-png out.other.png",
+    "nothing fits": f"train-plan config.json {TRAINING} --memory 3GB --tensor 1 --replicas 8",
+    "train-plan-profiles": "train-plan profiles.json --servers a100:1x4 --global-batch 64",
+    "memory": "memory config.json --layout d8 --sequence 2048 --png out.png",
+    "calibrate": f"calibrate runs.csv --config config.json {TRAINING} -o out.json",
     "cloud": "cloud prices.json --rates v100=1.0,k80=0.4 --v100-hours 6 --png out.png",
 }
 
+SMALL_LLAMA = {
+    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 32000,
+    "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+}  # fmt: skip
 WORKLOAD = {
     "maxFPGAs": 2, "maxCPUs": 0, "maxSizePerFPGA": 4e3,
     "nodes": [
@@ -97,6 +110,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_graph(TWO_OPERATORS, "graph.json")
     Path("ft06.txt").write_text(FT06)
     Path("workload.json").write_text(json.dumps(WORKLOAD))
+    Path("config.json").write_text(json.dumps(SMALL_LLAMA))
+    Path("runs.csv").write_text("layout,seconds\nd8 b1 zero1,0.4\nt2 d4 b1 zero1,0.5\n")
+    Path("profiles.json").symlink_to(EXAMPLE.parents[1] / "layers" / "gpt-24x2048.json")
     return tmp_path
 
 
@@ -205,6 +221,15 @@ def test_jobs_are_listed_stopped_and_fetched(server: str, files: Path) -> None:
     (placed, *_) = answered_json("jobs", "--server", server)["jobs"]
     answered("jobs", placed["id"], "--server", server, "-o", "placed.json")
     assert load_operator_plan("placed.json").certificate.cost_seconds == placed["cost"]
+    given = {"config": SMALL_LLAMA, "device": "h100", "gpus": 8, "global_batch": 16,
+             "sequence": 2048, "tensor": [1], "alike": True}  # fmt: skip
+    with Client(server) as client:
+        asked = TrainPlanRequest.parse(json.dumps(given))
+        layouts = client.solve(asked)
+        assert isinstance(layouts, LayoutAnswer)
+        (job, *_) = client.jobs()
+    answered("jobs", job.id, "--server", server, "-o", "layout.json")
+    assert load_layout("layout.json").iteration_seconds == job.cost == layouts.rows[0].seconds
     assert "--stop is of one job" in refused("jobs", "--stop", "--server", server)
 
 

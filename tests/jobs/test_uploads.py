@@ -133,7 +133,7 @@ def test_a_configuration_becomes_the_model_of_the_command_line(
         ("sequence=9", {}, "^config: model_type must be one of .*; there is no such field$"),
         ("sequence=9", CONFIG | {"model_type": "resnet"}, "^config: model_type must be one of"),
         ("sequence=9", CONFIG | {"n_head": 5}, "^config: n_embd"),
-        ("sequence=9", CONFIG | {"n_layer": 2001}, "^config: at most 2000 layers here$"),
+        ("sequence=9", CONFIG | {"n_layer": 2001}, "^config: at most 2000 layers here, got 2001$"),
         ("sequence=9&rates=own.json", CONFIG, "^rates 'own.json' are not known; known are fsdp"),
         ("sequence=9", [], "^config: a configuration is an object"),
         ("sequence=9", "{", "^config: "),

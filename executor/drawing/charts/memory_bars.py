@@ -4,18 +4,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from stagewright.executor.drawing.charts.figures import bare, new_figure, save
-from stagewright.executor.drawing.colours import CATEGORIES, CRITICAL_COLOUR
+from stagewright.executor.drawing.colours import CATEGORIES, CRITICAL_COLOUR, MEMORY_COLOURS
 
 WIDTH_INCHES, HEIGHT_INCHES = 10.0, 5.5
 _WIDEST = 0.75  # positions left and right of the bars: the one of a single position is not a wall
-KINDS = {
-    "weights": "#194ab3",
-    "gradients": "#3fd3fb",
-    "optimizer": "#e79228",
-    "activations": "#1e9b64",
-    "buffers": "#fbe72a",
-    "reserve": "#bcbcbc",
-}
 
 
 class Memory(Protocol):
@@ -56,7 +48,7 @@ def memory_png(ranks: Sequence[Memory], limit_bytes: float, title: str) -> bytes
     axes = figure.add_subplot()
     places = [one.rank for one in ranks]
     below = [0.0] * len(ranks)
-    for kind, colour in KINDS.items():
+    for kind, colour in MEMORY_COLOURS.items():
         sizes = [getattr(one, f"{kind}_bytes") / 1e9 for one in ranks]
         axes.bar(places, sizes, bottom=below, color=colour, label=kind, width=0.8)
         below = [low + size for low, size in zip(below, sizes, strict=True)]

@@ -1,6 +1,6 @@
 """What the page shows of an answer that is no plan: numbers, tables, timelines and charts."""
 
-from stagewright.service.http.figures import clusters, models
+from stagewright.service.http.figures import clusters, layouts, models
 from stagewright.service.http.figures.tables import Figures, Told
 from stagewright.service.requests import Request
 
@@ -9,6 +9,7 @@ _FIGURES = {
     for one in (
         models.place, models.partition, models.schedule, models.compare_schedules,
         models.schedule_curve, models.jobshop, models.divide, models.what_if, models.sweep,
+        layouts.train_plan, layouts.train_plan_profiles, layouts.memory, layouts.calibrate,
         clusters.allocate, clusters.rounds, clusters.simulate_cluster, clusters.cloud,
     )
 }  # fmt: skip

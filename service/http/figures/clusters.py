@@ -7,12 +7,13 @@ from datetime import datetime
 from stagewright.executor.drawing.lanes import BarRun, Drawing, runs_drawing
 from stagewright.graphs.workloads.jobs import Workload
 from stagewright.graphs.workloads.pool import Pool
+from stagewright.service.answers import AnswerTable
 from stagewright.service.clusters.requests import (
     AllocateRequest,
     RoundsRequest,
     SimulateClusterRequest,
 )
-from stagewright.service.http.figures.tables import HOUR, Figures, FigureTable, Told, facts, written
+from stagewright.service.http.figures.tables import HOUR, Figures, Told, facts, written
 from stagewright.service.requests import Request
 
 Runs = dict[tuple[str, int], list[BarRun]]
@@ -48,8 +49,8 @@ def allocate(request: Request, answer: Told) -> Figures:
     lanes = [(f"{kind} · {counts[kind]}", its) for kind, its in runs.items()]
     used = [(kind, written(it, "percent")) for kind, it in (answer["utilisation"] or {}).items()]
     tables = (
-        FigureTable("Shares of the time of each job", ("<job", *kinds, "in all"), rows),
-        FigureTable("Utilisation", ("<accelerator", "utilisation"), used),
+        AnswerTable("Shares of the time of each job", ("<job", *kinds, "in all"), rows),
+        AnswerTable("Utilisation", ("<accelerator", "utilisation"), used),
     )
     title = "Accelerators that each job has on average"
     drawn = runs_drawing(lanes, scales, "accelerators")
@@ -125,8 +126,8 @@ def simulate_cluster(request: Request, answer: Told) -> Figures:
         run = BarRun(jobs, one["start_seconds"], one["end_seconds"])
         runs[one["accelerator"], one["number"]].append(run)
     tables = (
-        FigureTable("Completion times", ("<share of the jobs", "within"), times),
-        FigureTable("Mean completion times by weight", ("<weight", "mean"), weights),
+        AnswerTable("Completion times", ("<share of the jobs", "within"), times),
+        AnswerTable("Mean completion times by weight", ("<weight", "mean"), weights),
     )
     drawn = _by_accelerator(runs, request.workload)
     return Figures(numbers, tables, [("Jobs by accelerator", drawn)] if any(runs.values()) else ())
@@ -157,8 +158,8 @@ def cloud(request: Request, answer: Told) -> Figures:
     rows = [(f"{one['count']} x {one['instance']}", one["begin"], one["end"],
              written(one["dollars"], "dollars")) for one in stays]  # fmt: skip
     tables = (
-        FigureTable("Strategies", ("<strategy", "cost", "duration", "switches"), ways),
-        FigureTable("Stays of the last strategy", ("<instances", "<from", "<until", "cost"), rows),
+        AnswerTable("Strategies", ("<strategy", "cost", "duration", "switches"), ways),
+        AnswerTable("Stays of the last strategy", ("<instances", "<from", "<until", "cost"), rows),
     )
     start = datetime.fromisoformat(answer["start"])
     lanes: dict[str, list[BarRun]] = defaultdict(list)

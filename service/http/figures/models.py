@@ -12,9 +12,9 @@ from stagewright.executor.drawing.timeline import Block, Row
 from stagewright.executor.drawing.web.render import Chart, Series
 from stagewright.formulations.pipelines.windows import stage_times
 from stagewright.formulations.plans.actions import parse_action
+from stagewright.service.answers import AnswerTable
 from stagewright.service.http.figures.tables import (
     Figures,
-    FigureTable,
     Told,
     facts,
     titled,
@@ -38,7 +38,7 @@ def place(request: Request, answer: Told) -> Figures:
     })  # fmt: skip
     splits = [tuple(map(str, one.values())) for one in answer["splits"]]
     names = [f"<{name}" for name in (answer["splits"] or [{}])[0]]
-    tables = devices, FigureTable("Split operators", names, splits)
+    tables = devices, AnswerTable("Split operators", names, splits)
     plan = placement(answer)
     return Figures(numbers, tables, [("Operators and transfers", drawing(plan))] if plan else ())
 

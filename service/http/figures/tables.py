@@ -1,12 +1,13 @@
 """What the page shows of an answer, as data: numbers, tables, timelines and charts."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from stagewright.executor.drawing.lanes import Drawing, table
 from stagewright.executor.drawing.web.render import Chart
 from stagewright.graphs.documents.units import format_bytes, format_seconds
+from stagewright.service.answers import AnswerTable
 
 HOUR = 3600.0
 Told = dict[str, Any]
@@ -14,31 +15,32 @@ Told = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class FigureTable:
-    """A titled table; names of columns of text begin with ``<``."""
+class MemoryBar:
+    """The memory of a rank: kind, percent of the bar and colour of each part; the device's end."""
 
-    title: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-    def filled(self) -> Told:
-        """What the script reads, without columns that are empty."""
-        kept = [i for i in range(len(self.head)) if any(row[i] for row in self.rows)]
-        return {
-            "title": self.title,
-            "head": [self.head[i] for i in kept],
-            "rows": [[row[i] for i in kept] for row in self.rows],
-        }
+    name: str
+    parts: Sequence[tuple[str, float, str]]
+    limit_percent: float
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Main numbers with their labels, then tables, timelines and charts with their titles."""
+    """Main numbers with their labels, then tables, timelines and charts with their titles.
+
+    ``lead`` is a title with sentences that come first, ``lines`` are others, ``memory`` has a bar
+    for each rank. The layouts of the table with the title ``explains`` can be explained, by the
+    same request with the field ``explain``.
+    """
 
     facts: Sequence[tuple[str, str]]
-    tables: Sequence[FigureTable] = ()
+    tables: Sequence[AnswerTable] = ()
     timelines: Sequence[tuple[str, Drawing]] = ()
     charts: Sequence[tuple[str, Chart]] = ()
+    lead: Sequence[str] = ()
+    lines: Sequence[str] = ()
+    memory: Sequence[MemoryBar] = ()
+    explains: str = ""
 
     def table(self) -> Told:
         """What the script reads."""
@@ -46,6 +48,10 @@ class Figures:
             "facts": [(value, what) for value, what in self.facts if value],
             "tables": [one.filled() for one in self.tables if one.rows],
             "timelines": [{"title": title, "timeline": table(it)} for title, it in self.timelines],
+            "lead": list(self.lead),
+            "lines": list(self.lines),
+            "memory": [asdict(one) for one in self.memory],
+            "explains": self.explains,
             "charts": [{"title": title, "chart": it.table()} for title, it in self.charts],
         }
 
@@ -80,7 +86,7 @@ def facts(told: Told, columns: Columns) -> list[tuple[str, str]]:
     return [(_cell(told, column), what) for what, column in columns.items()]
 
 
-def titled(title: str, rows: Sequence[Told], columns: Columns) -> FigureTable:
+def titled(title: str, rows: Sequence[Told], columns: Columns) -> AnswerTable:
     """A table with a row for each object."""
     cells = [[_cell(one, column) for column in columns.values()] for one in rows]
-    return FigureTable(title, tuple(columns), cells)
+    return AnswerTable(title, tuple(columns), cells)

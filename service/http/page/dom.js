@@ -20,7 +20,7 @@ export function seconds(value) {
 }
 
 // Costs of these kinds are seconds, as jobs/kinds.py says; of others they are in the unit of the request.
-const TIMED = new Set(["plan", "place", "partition"]);
+const TIMED = new Set(["plan", "train-plan", "train-plan-profiles", "place", "partition"]);
 export const cost = (job, value) => (TIMED.has(job.kind) ? seconds : number)(value);
 export const percent = (value) => value === null ? "" : `${(100 * value).toFixed(2)}%`;
 

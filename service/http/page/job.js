@@ -9,9 +9,13 @@ import {showPlan} from "./plan.js";
 const ENDED = new Set(["optimal", "feasible", "infeasible", "failed"]);
 const AGAIN = new Set(["feasible", "failed"]);
 const FORMATS = ["torch-csv", "torchtitan", "nemo", "megatron", "deepspeed", "torchrun", "slurm", "kubernetes"];
+const LAYOUT_FORMATS = ["megatron", "megatron-bridge", "nemo", "torchtitan", "deepspeed", "accelerate", "axolotl", "trl",
+  "transformers", "nnscaler", "plan"];
+const DOCUMENTS = {place: "plan", "train-plan": "layout", "train-plan-profiles": "plan", calibrate: "rates"};  // in answers
+const COMPILING = new Set(["plan", "train-plan"]);
 const LAUNCHERS = new Set(["torchrun", "slurm", "kubernetes"]);
 
-const SILENT_SECONDS = 15;  // after which a search has told of something, once its kernels are compiled
+const SILENT_SECONDS = 3;  // after which a search has told of something, once its kernels are compiled
 
 // Costs and bounds over the time of the search, from its events.
 class Curve {
@@ -80,7 +84,7 @@ class JobPage {
     this.gap.classList.add("gap");
     this.gap.hidden = true;
     this.warm = make("p", {class: "told", hidden: true},
-      "The first plan on a machine compiles its kernels, which takes up to half a minute and does not count towards the time limit.");
+      "In the first seconds a process starts for the job and loads its libraries; the first search on a machine also compiles its kernels, up to half a minute and once. The first answer is shown as soon as there is one.");
     this.better = make("button", {type: "button", hidden: true, click: () => this.act(() => this.plan())},
       "Show the better plan");
     this.buttons = make("div", {class: "buttons", role: "group", "aria-label": "What to do with the job"});
@@ -96,7 +100,8 @@ class JobPage {
     const format = make("select", {"aria-label": "Framework of the export", change: () => {
       command.hidden = !LAUNCHERS.has(format.value);
       image.hidden = format.value !== "kubernetes";
-    }}, ...FORMATS.map((one) => make("option", {}, one)));
+    }});
+    this.format = format;
     const command = make("input", {hidden: true, "aria-label": "Command of every process",
       placeholder: "command of every process", size: 24});
     const image = make("input", {hidden: true, "aria-label": "Image of the container", placeholder: "image of the container", size: 24});
@@ -140,7 +145,7 @@ class JobPage {
   count() {
     const {kind, state: is, started, bound} = this.job;
     this.facts.replaceChildren(...factsOf(this.job));
-    this.warm.hidden = kind !== "plan" || is !== "solving" || bound !== null || now() - started < SILENT_SECONDS;
+    this.warm.hidden = !COMPILING.has(kind) || is !== "solving" || bound !== null || now() - started < SILENT_SECONDS;
   }
 
   tell(job) {
@@ -154,10 +159,12 @@ class JobPage {
     this.retry.hidden = !AGAIN.has(job.state);
     this.discard.hidden = this.answer.hidden = !ended;
     if (job.state === "failed") this.answer.hidden = true;
-    this.exporting.hidden = !job.has_document;
-    const placed = job.kind === "place" && ended && job.cost !== null;
-    this.file.hidden = !job.has_document && !placed;
-    this.drawing.hidden = this.trace.hidden = !placed;
+    const what = ended && job.state !== "failed" && job.state !== "infeasible" && DOCUMENTS[job.kind];
+    this.exporting.hidden = !job.has_document && what !== "layout";
+    if (!this.format.length) this.format.append(...(job.kind === "train-plan" ? LAYOUT_FORMATS : FORMATS).map((one) => make("option", {}, one)));
+    this.file.hidden = !job.has_document && !what;
+    this.file.textContent = `Download ${what || "plan"}`;
+    this.drawing.hidden = this.trace.hidden = !(job.kind === "place" && what);
     (ended ? this.shown : this.buttons).after(this.gap);
   }
 
@@ -174,7 +181,15 @@ class JobPage {
   async figures() {
     const told = await read(`jobs/${this.id}/figures`, {signal: this.signal});
     this.drawn = this.job.finished;
-    showFigures(this.shown, told);
+    showFigures(this.shown, told, (layout) => this.act(() => this.explain(layout)));
+  }
+
+  // The same question with a layout to explain, which is another job.
+  async explain(layout) {
+    const asked = await read(`jobs/${this.id}/request`, {signal: this.signal});
+    const body = JSON.stringify({...asked, explain: layout});
+    const job = await read(this.job.kind, {method: "POST", body, headers: {"Content-Type": "application/json"}});
+    location.hash = `#/jobs/${job.id}`;
   }
 
   // A better plan is drawn at once where there is none, and at the end; else the reader decides.
@@ -205,7 +220,7 @@ class JobPage {
     const plans = this.job?.kind === "plan";
     this.gap.hidden = false;
     this.note.hidden = !plans;
-    this.curve.draw(plans ? "seconds of an iteration" : "cost", until);
+    this.curve.draw(COMPILING.has(this.job?.kind) ? "seconds of an iteration" : "cost", until);
   }
 
   tick() {

@@ -15,18 +15,33 @@ function share(told) {
   return [bar, keys];
 }
 
-function memory(told) {
-  const rows = told.memory.map((one) => {
-    const bar = make("i"), limit = one.limit_percent === null ? null : make("b");
-    bar.style.width = `${one.percent}%`;
-    if (limit) limit.style.left = `${one.limit_percent}%`;
-    return make("div", {}, make("span", {}, one.name), make("span", {class: "room"}, bar, limit),
-      make("span", {}, one.text));
+// A bar for each device or rank: of one part, or of parts by kind with their colours.
+export function memory(bars, note) {
+  const rows = bars.map((one) => {
+    const room = make("span", {class: "room"});
+    let left = 0;
+    for (const [kind, percent, fill] of one.parts ?? [["", one.percent, ""]]) {
+      const bar = make("i", {title: kind || null});
+      Object.assign(bar.style, {left: `${left}%`, width: `${percent}%`, background: fill});
+      room.append(bar);
+      left += percent;
+    }
+    if (one.limit_percent !== null) {
+      const limit = make("b");
+      limit.style.left = `${one.limit_percent}%`;
+      room.append(limit);
+    }
+    return make("div", {}, make("span", {}, one.name), room, make("span", {}, one.text));
   });
-  const note = told.memory_note ? make("p", {class: "sub"}, told.memory_note) : null;
-  const key = told.has_limits ? make("ul", {class: "legend"},
-    make("li", {}, make("span", {class: "key dashed"}), "what a device may use")) : null;
-  return section("Peak memory", note, make("div", {class: "memory"}, ...rows), key);
+  const keys = (bars[0].parts ?? []).map(([kind, , fill]) => {
+    const key = make("span", {class: "key"});
+    key.style.background = fill;
+    return make("li", {}, key, kind);
+  });
+  if (bars.some((one) => one.limit_percent !== null))
+    keys.push(make("li", {}, make("span", {class: "key dashed"}), "what a device may use"));
+  return section("Peak memory", ...(note ? [make("p", {class: "sub"}, note)] : []), make("div", {class: "memory"}, ...rows),
+    ...(keys.length ? [make("ul", {class: "legend"}, ...keys)] : []));
 }
 
 function bounds(told) {
@@ -71,7 +86,7 @@ export function showPlan(root, told) {
       ...told.sentences.map((one) => make("p", {}, one)), ...share(told)),
     section(told.shown, timeline(told)),
     topology(told),
-    make("div", {class: "charts"}, ...(told.memory.length ? [memory(told)] : []),
+    make("div", {class: "charts"}, ...(told.memory.length ? [memory(told.memory, told.memory_note)] : []),
       section("Microbatches in flight, per stage", chart)),
     ...(told.bounds.length ? [bounds(told)] : []),
     section("Stages", table(told.head, told.stages, "Stages")),

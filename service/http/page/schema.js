@@ -18,14 +18,18 @@ function typeOf(schema) {
 const words = (name) => name.replaceAll("_", " ");
 const told = (value) => Array.isArray(value) ? value.join(", ") : `${value ?? ""}`;
 
-function drop(name, required) {
+// A description's first sentence, with fields in place of options of the command line.
+const first = (text = "") => text.replaceAll("\n", " ").split(/(?<=\.) (?=[A-Z])/)[0].replace(/--([a-z-]+)/g, (_, one) => one.replaceAll("-", " "));
+
+function drop(name, required, description) {
   return make("section", {class: "drop", "data-part": name},
     make("h2", {}, make("label", {for: `${name}-file`}, words(name))),
     make("input", {id: `${name}-file`, type: "file", accept: ".json,application/json", "aria-describedby": `${name}-told`}),
-    make("p", {id: `${name}-told`, class: "told"}, `Choose or drop a JSON file${required ? "" : "; not needed"}.`));
+    make("p", {id: `${name}-told`, class: "told"}, first(description) || `Choose or drop a JSON file${required ? "" : "; not needed"}.`));
 }
 
-function input(name, type, schema, initial) {
+function input(name, type, schema, initial, examples) {
+  if (examples) return make("select", {name}, make("option", {value: ""}, "not said"), ...examples.map((one) => make("option", {}, one)));
   if (type === "boolean" && initial === false) return make("input", {name, type: "checkbox"});
   if (type === "choice" || type === "boolean") {
     const choices = schema.enum ?? ["true", "false"];
@@ -58,8 +62,8 @@ export function fields(schema, root) {
   const found = Object.entries(schema.properties).map(([name, property]) => {
     const shape = shapeOf(property), type = typeOf(shape);
     const needed = required.has(name), initial = property.default;
-    const node = type === "document" ? drop(name, needed)
-      : make("label", {class: type === "boolean" && initial === false ? "check" : null}, words(name), input(name, type, shape, initial));
+    const node = type === "document" ? drop(name, needed, property.description)
+      : make("label", {class: type === "boolean" && initial === false ? "check" : null}, words(name), input(name, type, shape, initial, property.examples));
     return {name, type, format: formatOf(shape, schema, root), items: shape.items?.type, required: needed, node};
   });
   return found.sort((one, other) => other.required - one.required);

@@ -13,18 +13,21 @@ function summary(document) {
   return told.join(" · ") || `${Object.keys(document ?? {}).length} entries`;
 }
 
+const isConfig = (document) => Boolean(document?.model_type || document?.architectures) && !document.format;
+
 // What a document is, in words, if it is not one of a format; "" if it may be.
-function otherThan(format, document) {
-  if (!document?.format && (document?.architectures || document?.model_type))
-    return `is a Hugging Face configuration, which has no costs: "stagewright model config.json --device h100 -o model.json" makes a model of it`;
-  if (!format || !document?.format || document.format === format) return "";
+function otherThan(part, format, document) {
+  if (part !== "config" && isConfig(document)) return "is a Hugging Face configuration";
+  if (!document?.format || document.format === format || (part !== "config" && !format)) return "";
   return `is a ${document.format} document`;
 }
 
+let carried = null;  // a document that was dropped where no field takes it, for the form that does
+
 class Form {
-  constructor(form, kind, given) {
+  constructor(form, kind, given, homeOf) {
     const formats = Object.fromEntries(given.map((one) => [one.name, one.format]));
-    Object.assign(this, {form, kind, formats, documents: {}});
+    Object.assign(this, {form, kind, formats, homeOf, documents: {}});
     this.alert = form.querySelector("[role=alert]");
     this.home = this.alert.previousElementSibling;
     this.said = form.querySelector("output");
@@ -58,8 +61,8 @@ class Form {
     delete this.documents[part];
     this.form.querySelector(`#${part}-told`).textContent = "";
     try {
-      const document = JSON.parse(text), other = otherThan(this.formats[part], document);
-      if (other) this.refuse(`${part}: ${name} ${other}${this.belongs(part, document)}`);
+      const document = JSON.parse(text), other = otherThan(part, this.formats[part], document);
+      if (other) this.refuse(`${part}: ${name} ${other}${this.belongs(part, document)}`, this.opener(document));
       else this.keep(part, document);
     } catch (error) {
       const binary = text.includes("\ufffd");  // what is not UTF-8 is read as this
@@ -67,18 +70,45 @@ class Form {
     }
   }
 
+  // The field of this form that takes a document.
+  own(document) {
+    if (isConfig(document)) return "config" in this.formats ? "config" : null;
+    return Object.entries(this.formats).find(([, its]) => its && its === document?.format)?.[0] ?? null;
+  }
+
   // Where a document that was refused belongs.
-  belongs(part, {format}) {
-    if (!format) return "";
-    const [home] = Object.entries(this.formats).find(([, its]) => its === format) ?? [];
-    const label = home && this.form.querySelector(`label[for=${home}-file]`).textContent;
-    return `; ${label ? `it belongs under ${label}` : "no field of this job takes it"}, here a ${this.formats[part]} document is needed`;
+  belongs(part, document) {
+    const home = this.own(document), label = home && this.form.querySelector(`label[for=${home}-file]`).textContent;
+    const needed = this.formats[part] ?? (part === "config" ? "config.json" : "");
+    return `; ${label ? `it belongs under ${label}` : "no field of this job takes it"}${needed && `, here a ${needed} document is needed`}`;
+  }
+
+  // A button that opens the form of another kind of job with a document.
+  opener(document) {
+    const home = !this.own(document) && this.homeOf(document);
+    return home && make("button", {type: "button", click: () => open(home, document)}, `Open it under ${home[0]}`);
   }
 
   keep(part, document) {
     this.documents[part] = document;
-    this.form.querySelector(`#${part}-told`).textContent = summary(document);
+    const place = this.form.querySelector(`#${part}-told`);
+    place.textContent = summary(document);
     this.refuse("");
+    if (part === "config") this.describe(place, document);
+  }
+
+  // What the service reads in a configuration: its type, blocks and parameters.
+  async describe(place, document) {
+    place.textContent = "is being read …";
+    try {
+      const body = JSON.stringify(document);
+      const found = await read("config", {method: "POST", body, headers: {"Content-Type": "application/json"}});
+      place.textContent = `${found.model_type}: ${found.layers} blocks, ${found.parameters}`;
+    } catch (error) {
+      place.textContent = "";
+      delete this.documents.config;
+      this.refuse(error.message);
+    }
   }
 
   async example() {
@@ -91,7 +121,7 @@ class Form {
   }
 
   // What the service says, at the field that it speaks of.
-  refuse(text) {
+  refuse(text, more = null) {
     this.said.textContent = "";
     for (const one of this.form.querySelectorAll("[aria-invalid]")) {
       one.removeAttribute("aria-invalid");
@@ -106,6 +136,7 @@ class Form {
       field.closest("details")?.setAttribute("open", "");
     } else this.home.after(this.alert);
     tell(this.alert, text);
+    if (more) this.alert.append(" ", more);
     if (text) (field || this.form.elements.validate).focus();
   }
 
@@ -164,8 +195,8 @@ class PlanForm extends Form {
 
 // A form from the schema of a kind's requests: what the example does not use is folded.
 class KindForm extends Form {
-  constructor(form, kind, given) {
-    super(form, kind, given);
+  constructor(form, kind, given, homeOf) {
+    super(form, kind, given, homeOf);
     this.given = given;
   }
 
@@ -195,19 +226,50 @@ class KindForm extends Form {
   }
 }
 
-async function ofSchema(kind, given) {
+async function ofSchema(kind, given, homeOf) {
   const example = await (await fetch(`page/example-${kind}.json`)).json();
   const form = document.getElementById("kind-form").content.cloneNode(true).firstElementChild;
   const [shown, more] = [true, false].map((used) => given.filter((one) => (one.required || one.name in example) === used));
   const place = (root, of) => {
     for (const {type, node} of of) root.querySelector(type === "document" ? ".parts" : ".fields").append(node);
   };
-  place(form, shown);
+  const order = [...Object.keys(example)];
+  place(form, shown.sort((one, other) => order.indexOf(one.name) - order.indexOf(other.name)));
   place(form.querySelector(".more"), more);
   for (const node of form.querySelectorAll(".parts, .fields"))
     if (!node.firstChild) (node.closest(".options") ?? node).hidden = true;
   form.querySelector(".more").hidden = !more.length;
-  return new KindForm(form, kind, given).form;
+  return new KindForm(form, kind, given, homeOf);
+}
+
+// Open the form of a kind of job with a document in one of its fields.
+function open([kind, part], document) {
+  carried = {part, document};
+  location.hash = `#/new/${kind}`;
+  dispatchEvent(new HashChangeEvent("hashchange"));
+}
+
+// A place for any file, which says what it is and opens the form that takes it.
+function anyFile(homeOf) {
+  const told = make("p", {id: "any-told", class: "told", "aria-live": "polite"},
+    "Choose or drop any file here: a model's config.json, a model of layers, a cluster, a graph, jobs. The form that takes it opens.");
+  const input = make("input", {id: "any-file", type: "file", accept: ".json,application/json", "aria-describedby": "any-told"});
+  async function take(file) {
+    let document;
+    try { document = JSON.parse(await file.text()); } catch (error) { told.textContent = `${file.name} is no JSON: ${error.message}`; return; }
+    const home = homeOf(document);
+    if (home) open(home, document);
+    else told.textContent = `${file.name} ${document?.format ? `is a ${document.format} document` : "says no format"}; no kind of job takes it.`;
+  }
+  const over = (event) => { event.preventDefault(); place.classList.add("over"); };
+  const place = make("section", {class: "drop any", dragenter: over, dragover: over, dragleave: () => place.classList.remove("over"),
+    drop: (event) => {
+      event.preventDefault();
+      place.classList.remove("over");
+      if (event.dataTransfer.files.length) take(event.dataTransfer.files[0]);
+    }}, make("h2", {}, make("label", {for: "any-file"}, "What is this file?")), input, told);
+  input.addEventListener("change", () => input.files.length && take(input.files[0]));
+  return place;
 }
 
 export async function showForm(root, kind, signal) {
@@ -215,17 +277,25 @@ export async function showForm(root, kind, signal) {
     .map((path) => /^\/v1\/([\w-]+)$/.exec(path)?.[1]).filter((one) => one && `/v1/${one}/validate` in paths);
   if (!kinds.includes(kind)) throw new Error(`There is no kind of job named ${kind}.`);
   const about = (one) => {
-    const {summary: title, requestBody} = paths[`/v1/${one}`].post;
-    return {title, schema: resolved(requestBody.content["application/json"].schema, {}, whole)};
+    const {summary: title, requestBody} = paths[`/v1/${one}`].post, {schema} = requestBody.content["application/json"];
+    return {title, schema: resolved(schema.anyOf?.[0] ?? schema, {}, whole)};
   };
+  const takes = (one, document) => fields(about(one).schema, whole)
+    .find(({name, format}) => isConfig(document) ? name === "config" : format && format === document?.format)?.name;
+  const homeOf = (document) => [kind, ...kinds].map((one) => [one, takes(one, document)]).find(([, part]) => part);
   const choose = make("select", {change: () => { location.hash = `#/new/${choose.value}`; }},
     ...kinds.map((one) => make("option", {value: one, selected: one === kind}, `${one}: ${about(one).title.replace(/\.$/, "")}`)));
   const given = fields(about(kind).schema, whole);
-  const form = kind === "plan" ? new PlanForm(document.getElementById("form").content.cloneNode(true).firstElementChild, kind, given).form
-    : await ofSchema(kind, given);
+  const form = kind === "plan" ? new PlanForm(document.getElementById("form").content.cloneNode(true).firstElementChild, kind, given, homeOf)
+    : await ofSchema(kind, given, homeOf);
   if (signal.aborted) return;
   root.replaceChildren(make("h1", {tabindex: "-1"}, "New job"),
     make("p", {class: "kind"}, make("label", {}, "Kind ", choose)),
-    make("p", {class: "sub"}, ...(kind === "plan" ? ["A model's profile and a cluster become a plan, with a bound on every other."]
-      : described(about(kind).schema.description))), form);
+    make("p", {class: "sub"}, ...(kind === "plan" ? ["A model's profile and a cluster become a plan of stages, with a bound on every other. "
+      + "Of a transformer, train-plan searches tensor, data, context and expert degrees too."]
+      : described(about(kind).schema.description)),
+    " After Submit the job's page opens: a process starts in a second or two, the first search on a machine compiles its kernels "
+      + "for up to half a minute, and answers are shown as they are found."), anyFile(homeOf), form.form);
+  if (carried && carried.part in form.formats) form.keep(carried.part, carried.document);
+  carried = null;
 }

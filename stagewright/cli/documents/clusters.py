@@ -14,7 +14,7 @@ from stagewright.cli.documents.machines import (
     with_host,
     with_source,
 )
-from stagewright.cli.layouts.inputs import read_by_kind, read_groups
+from stagewright.cli.options import read_by_kind, read_groups
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import parse_bandwidth

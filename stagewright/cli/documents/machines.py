@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import Field
 
-from stagewright.cli.layouts.inputs import read_by_kind
-from stagewright.cli.options import Written
+from stagewright.cli.options import Written, read_by_kind
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import (
     format_bytes,

@@ -6,21 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stagewright.cli import interruptible
-from stagewright.cli.commands import Asked, CommandOptions, ask, command
-from stagewright.cli.console import kept, progress, say, tell, warn
-from stagewright.cli.layouts.inputs import (
-    DegreeOptions,
-    MachineOptions,
-    NumberOptions,
-    TrainingOptions,
-)
-from stagewright.cli.layouts.printing import (
-    bytes_in_range,
-    print_layouts,
-    print_memory,
-    print_shortages,
-)
+from stagewright.cli.commands import CommandOptions, ask, command, spelling
+from stagewright.cli.console import kept, say, tell, warn
+from stagewright.cli.layouts.printing import print_layouts, print_memory
 from stagewright.cli.layouts.profiled import (
     is_layout,
     is_profiles,
@@ -28,18 +16,20 @@ from stagewright.cli.layouts.profiled import (
     plan_profiles,
     require_options,
 )
-from stagewright.cli.options import Printed, Written
+from stagewright.cli.options import Printed, Served, Written
 from stagewright.cli.outputs import Writes, is_document
+from stagewright.cli.solving import find
 from stagewright.formulations.parallelism.document import load_layout, save_layout
-from stagewright.formulations.parallelism.layout import parse_layout
 from stagewright.graphs.documents.documents import write_bytes
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.machines.stack_memory import STACK_MEMORY
-from stagewright.service.layouts.requests import LayoutAnswer, LayoutRequest
+from stagewright.service.layouts.configured import MemoryInputs, TrainPlanInputs
+from stagewright.service.layouts.requests import LayoutAnswer, LayoutMemoryAnswer, LayoutRequest
+from stagewright.service.layouts.told import bytes_in_range, shortage_lines
 from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.executor.export.runs.run import TrainingRun
+    from stagewright.graphs.models.architecture import Architecture
 
 
 class PictureOptions(CommandOptions):
@@ -49,8 +39,8 @@ class PictureOptions(CommandOptions):
     """Where to draw: the front, the stages of layer profiles, or the ranks' memory."""
 
 
-class TrainPlanOptions(TrainingOptions, MachineOptions, DegreeOptions, PictureOptions, Written):
-    """What ``train-plan`` is asked beside its request."""
+class TrainPlanOptions(TrainPlanInputs, PictureOptions, Written, Served):
+    """What ``train-plan`` is asked."""
 
     config: Annotated[Path | None, Option("CONFIG_OR_PROFILES")] = None
     """A Hugging Face config.json, or its folder, or the name of its model (OWNER/NAME), Meta's
@@ -73,12 +63,11 @@ class TrainPlanOptions(TrainingOptions, MachineOptions, DegreeOptions, PictureOp
         "Arithmetic and memory": "precision attention no_overlap reserve gradients rates",
         "Layouts to consider": "pipeline tensor context replicas expert microbatch_sizes chunks"
         " schedule zero recompute offload_optimizer alike",
-        "More answers": "time_limit prefer explain front what_if unfolded tokens",
+        "More answers": "prefer explain front what_if unfolded tokens",
+        "Search": "time_limit server",
     },
 )
-def train_plan(
-    command_line: typer.Context, asked: Asked[LayoutRequest], given: TrainPlanOptions
-) -> int:
+def train_plan(command_line: typer.Context, given: TrainPlanOptions) -> int:
     """Find how to divide a transformer's training among GPUs; exit code 1 if nothing fits.
 
     Pipeline, tensor, context, expert and data degrees, microbatch, virtual stages, recomputation,
@@ -88,8 +77,6 @@ def train_plan(
     With measured layer profiles, on servers of several kinds: stages, replicas, tensor degrees and
     kinds of GPU.
     """
-    from stagewright.service.layouts.searching import find_layouts  # it imports scipy
-
     are_profiles = given.config is not None and is_profiles(given.config)
     config = given.config or given.run
     if config is None:
@@ -98,45 +85,47 @@ def train_plan(
         )
     require_options(command_line, config, are_profiles)
     if are_profiles:
-        return plan_profiles(given, asked.given["time_limit"])
-    to, explained = asked.given["framework"], asked.given["explain"]
-    run = None
-    if given.run is not None:
-        run, given = _with_run(given, given.run, on_command_line(command_line))
-        if explained is not None:
-            raise InputError("--explain: the run of --from is explained; leave one of them out")
-        to, explained = to or run.framework, str(run.layout)
-    # The request refuses a name that is not known.
-    problem = given.problem(
-        config,
-        given.fabric(),
-        to if to in STACK_MEMORY else None,
-        run.architecture if run is not None and given.config is None else None,
-    )
-    fabric = problem.fabric
-    if given.offload_optimizer and fabric.host_bytes_per_second is None:
-        raise InputError("--offload-optimizer needs --host-bandwidth, for example 25GB/s")
-    drawn = given.png is not None
-    request = asked.request(
-        problem=problem,
-        space=given.space(problem),
-        by_stage=not given.alike,
-        front=asked.given["front"] or drawn,
-        framework=to,
-        explain=None if explained is None else parse_layout(explained),
-    )
-    with interruptible() as stop, progress(f"planning {config.name}", stop):
-        answer = find_layouts(request, stop)
+        return plan_profiles(given)
+    with spelling(TrainPlanOptions):
+        request = _request(given, config, on_command_line(command_line))
+    answer = find(LayoutAnswer, request, f"planning {config.name}", given.server)
     if given.png is not None:
         _draw(answer, request, config.name, given.png)
     written = kept(answer.plan, given, save_layout)
     tell(
         answer,
         given,
-        lambda answer: print_layouts(config.name, problem, answer, asked.given["front"]),
+        lambda answer: print_layouts(config.name, request.problem, answer, given.front),
         (given.png, *written) if answer.plan is not None else (),
     )
     return 1 if answer.plan is None else 0
+
+
+def _request(given: TrainPlanOptions, config: Path, on_line: Collection[str]) -> LayoutRequest:
+    """The search for the layouts of a configuration, or of the run that one has."""
+    front = given.front or given.png is not None
+    if given.run is None:
+        return given.layouts_of(_read_model(config, given.sequence), front=front)
+    run, given = _with_run(given, given.run, on_line)
+    if given.explain is not None:
+        raise InputError("--explain: the run of --from is explained; leave one of them out")
+    model = run.architecture if given.config is None else None
+    architecture = model or _read_model(config, given.sequence)
+    return given.layouts_of(architecture, front=front, explain=run.layout)
+
+
+def _read_model(config: Path, sequence: int | None) -> "Architecture":
+    """The architecture of a configuration; a warning if samples are longer than the model's."""
+    from stagewright.graphs.importers.hf_config import read_most_positions
+    from stagewright.service.architectures import read_architecture
+
+    positions = read_most_positions(config)
+    if positions is not None and sequence is not None and sequence > positions:
+        warn(
+            f"--sequence {sequence} is more than the max_position_embeddings of {config}, "
+            f"{positions}; times and memory are those of such samples all the same"
+        )
+    return read_architecture(config)
 
 
 def _with_run(
@@ -158,6 +147,7 @@ def _with_run(
         "gradients": run.gradients if run.precision != "fp32" else None,
         "attention": run.attention,
         "no_overlap": not run.overlap,
+        "framework": run.framework,
     }
     update = {name: one for name, one in said.items() if one is not None and name not in on_line}
     return run, given.model_copy(update=update)
@@ -171,26 +161,11 @@ def _draw(answer: LayoutAnswer, request: LayoutRequest, name: str, png: Path) ->
     write_bytes(png, front_png(answer.front, fabric.memory_bytes, title))
 
 
-class MemoryOptions(NumberOptions, PictureOptions, Printed):
+class MemoryOptions(MemoryInputs, PictureOptions, Printed, Served):
     """What ``memory`` is asked."""
 
     file: Annotated[Path, Option("CONFIG_OR_LAYOUT")]
     """A Hugging Face config.json, or OWNER/NAME, with --layout; or what train-plan wrote."""
-    layout: str | None = None
-    """For example "p8 t8 d2 b1 v3 full sp zero1"."""
-    sequence: Annotated[int | None, Option(form="S")] = None
-    """Tokens in a sample."""
-    global_batch: Annotated[int | None, Option(form="N")] = None
-    """Samples between two updates; default: two microbatches for every pipeline rank."""
-    device: Annotated[str | None, Option(form="KIND")] = None
-    """Kind of GPU, or the JSON file of your own; default: h100."""
-    memory: Annotated[str | None, Option(form="SIZE")] = None
-    """Memory of a GPU; default: that of the kind."""
-    stack: Annotated[str | None, Option("--for", form="FRAMEWORK", known=tuple(STACK_MEMORY))] = (
-        None
-    )
-    """The software that trains, which decides what is kept: megatron, megatron-bridge, nemo,
-    torchtitan, fsdp, deepspeed, accelerate, automodel, megatron-2021; plan: our own executor."""
 
 
 @command(
@@ -202,44 +177,23 @@ class MemoryOptions(NumberOptions, PictureOptions, Printed):
 def memory(command_line: typer.Context, given: MemoryOptions) -> int:
     """Break down the peak memory of a layout by pipeline rank; exit code 1 if one is too full."""
     from stagewright.graphs.importers.hf_hub import is_model
-    from stagewright.service.layouts.requests import LayoutMemoryAnswer, MemoryRequest
-    from stagewright.service.layouts.searching import layout_memory
+    from stagewright.service.layouts.requests import MemoryRequest
 
     file = given.file
     if not is_model(file) and is_document(file, "profiled-plan"):
         raise InputError(f"{file} is a plan by layer profiles: check computes its memory again")
     if is_layout(file):
-        if not {"file", "png", "as_json"}.issuperset(on_command_line(command_line)):
+        if not {"file", "png", "as_json", "server"}.issuperset(on_command_line(command_line)):
             raise InputError(
-                f"{file} has its layout, batch and machines: of the options only --png and --json "
-                "apply"
+                f"{file} has its layout, batch and machines: of the options only --png, --json and "
+                "--server apply"
             )
         plan = load_layout(file)
         request = ask(MemoryRequest, problem=plan.problem, layout=plan.layout)
     else:
-        if given.layout is None or given.sequence is None:
-            missing = (
-                ("--layout", 'for example "p2 t4 d8 b1"')
-                if given.layout is None
-                else ("--sequence", "the tokens in a sample, for example 4096")
-            )
-            raise InputError(f"{file} needs {', '.join(missing)}")
-        layout = parse_layout(given.layout)
-        machines = MachineOptions(
-            device=given.device or "h100",
-            gpus=layout.ranks,
-            per_server=layout.ranks,
-            memory=given.memory,
-        )
-        training = TrainingOptions(
-            global_batch=given.global_batch
-            or layout.data * layout.microbatch * 2 * layout.pipeline,
-            sequence=given.sequence,
-            **{name: getattr(given, name) for name in NumberOptions.model_fields},
-        )
-        problem = training.problem(file, machines.fabric(), given.stack)
-        request = ask(MemoryRequest, problem=problem, layout=layout)
-    answer = layout_memory(request)
+        with spelling(MemoryOptions):
+            request = given.memory_of(_read_model(file, given.sequence))
+    answer = find(LayoutMemoryAnswer, request, f"memory of {file.name}", given.server)
     if given.png is not None:
         from stagewright.executor.drawing.charts.memory_bars import memory_png
 
@@ -247,9 +201,8 @@ def memory(command_line: typer.Context, given: MemoryOptions) -> int:
 
     def show(answer: LayoutMemoryAnswer) -> None:
         print_memory(answer.ranks, answer.memory_bytes)
-        print_shortages(answer.shortages)
         fits = bytes_in_range(answer, answer.memory_bytes)
-        say(fits, *answer.remarks, f"rates: {answer.rates}")
+        say(*shortage_lines(answer.shortages), fits, *answer.remarks, f"rates: {answer.rates}")
 
     tell(answer, given, show, [given.png])
     return 1 if answer.fits == "no" else 0

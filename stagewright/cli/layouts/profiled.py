@@ -7,23 +7,18 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from stagewright.cli import interruptible
 from stagewright.cli.commands import ask, with_option
-from stagewright.cli.console import kept, percent, print_answer, print_table, progress, say, tell
-from stagewright.cli.layouts.inputs import read_by_kind, read_groups
+from stagewright.cli.console import kept, percent, print_answer, print_table, say, tell
+from stagewright.cli.options import read_by_kind, read_groups
+from stagewright.cli.solving import find
 from stagewright.graphs.documents.documents import format_of, read_text, write_bytes
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import (
-    counted,
-    format_bytes,
-    format_seconds,
-    parse_bandwidth,
-    parse_bytes,
-)
+from stagewright.graphs.documents.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from stagewright.cli.layouts.layouts import TrainPlanOptions
     from stagewright.formulations.parallelism.profiles.cluster import Pool, ServerPools
+    from stagewright.graphs.machines.cluster import Cluster
     from stagewright.service.layouts.profiled import (
         CheckProfiledAnswer,
         ProfiledAnswer,
@@ -32,8 +27,8 @@ if TYPE_CHECKING:
     from stagewright.service.layouts.requests import CheckLayoutAnswer
 
 _PROFILES_ONLY = ("servers",)
-BOTH = ("global_batch", "time_limit", "cluster", "server_bandwidth", "network_bandwidth", "memory",
-        "reserve", "png", "output", "as_json")  # fmt: skip
+BOTH = ("global_batch", "time_limit", "server", "cluster", "server_bandwidth",
+        "network_bandwidth", "memory", "reserve", "png", "output", "as_json")  # fmt: skip
 """Options of train-plan by what they are for; all others are for a config.json."""
 
 
@@ -104,12 +99,13 @@ def _option(context: typer.Context, name: str) -> str:
     return next(one.opts[0] for one in context.command.params if one.name == name)
 
 
-def plan_profiles(given: "TrainPlanOptions", time_limit: float) -> int:
+def plan_profiles(given: "TrainPlanOptions") -> int:
     """Find the fastest plan by layer profiles; exit code 1 if none fits."""
     from stagewright.formulations.parallelism.profiles.document import save_profiled_plan
     from stagewright.graphs.models.layer_profiles import load_layer_profiles
+    from stagewright.service.layouts.inputs import size_of
     from stagewright.service.layouts.problems import profiled_problem
-    from stagewright.service.layouts.profiled import ProfiledRequest, find_profiled_plan
+    from stagewright.service.layouts.profiled import ProfiledAnswer, ProfiledRequest
 
     batch = given.global_batch
     if batch is None:
@@ -118,16 +114,15 @@ def plan_profiles(given: "TrainPlanOptions", time_limit: float) -> int:
     profiles = load_layer_profiles(given.config)
     names = ("memory", "server_bandwidth", "network_bandwidth")
     rates = {name: getattr(given, name) for name in names}
-    pools = _server_pools(given.servers, given.cluster, rates, profiles.device_kinds)
-    reserve = None if given.reserve is None else parse_bytes(given.reserve, "--reserve")
+    pools = read_server_pools(given.servers, given.cluster, rates, profiles.device_kinds)
+    reserve = size_of(given.reserve, "--reserve")
     try:
         problem = profiled_problem(profiles, pools, batch=batch, reserve_bytes=reserve)
     except InputError as error:
         options = {"batch": "--global-batch", "reserve_bytes": "--reserve"}
         raise InputError(with_option(str(error), (), options)) from None
-    request = ask(ProfiledRequest, problem=problem, time_limit=time_limit)
-    with interruptible() as stop, progress(f"planning {profiles.name}", stop):
-        answer = find_profiled_plan(request, stop)
+    request = ask(ProfiledRequest, problem=problem, time_limit=given.time_limit)
+    answer = find(ProfiledAnswer, request, f"planning {profiles.name}", given.server)
     if answer.plan is not None and given.png is not None:
         _draw(given.png, f"{profiles.name}, batch {batch}", answer)
     written = kept(answer.plan, given, save_profiled_plan)
@@ -138,6 +133,98 @@ def plan_profiles(given: "TrainPlanOptions", time_limit: float) -> int:
         (given.png, *written) if answer.plan is not None else (),
     )
     return 0 if answer.plan is not None else 1
+
+
+def read_server_pools(
+    servers: str | None,
+    cluster: "Cluster | None",
+    rates: dict[str, str | None],
+    kinds: Sequence[str],
+) -> "ServerPools":
+    """The servers of the options, or of a cluster file.
+
+    ``rates`` are the texts of ``memory``, ``server_bandwidth`` and ``network_bandwidth``: a value
+    for all kinds, or values by kind; ``kinds`` those that were profiled.
+    """
+    from stagewright.formulations.parallelism.profiles.cluster import ServerPools, server_pools
+
+    if (servers is None) == (cluster is None):
+        raise InputError(
+            "layer profiles need one of --servers, for example a100:2x4,v100:3x8 (2 servers of 4, "
+            "3 of 8), and --cluster FILE"
+        )
+    if cluster is not None:
+        stray = [f"--{name.replace('_', '-')}" for name, text in rates.items() if text is not None]
+        if stray:
+            raise InputError(f"{', '.join(stray)}: the cluster file says it; leave it out")
+        return server_pools(cluster)
+    found = _shapes(servers or "", kinds)
+    by_kind = {name: _by_kind(name, text, kinds) for name, text in rates.items()}
+    is_alone = [count for _, count, _ in found] == [1]
+    return ServerPools(tuple(_pool(*one, by_kind, is_alone) for one in found))
+
+
+def _shapes(text: str, kinds: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Kind, servers and devices of a server of every pool."""
+    return [
+        (_measured(kind, kinds, "--servers"), servers, devices)
+        for kind, servers, devices in read_groups(text, "--servers")
+    ]
+
+
+def _measured(kind: str, kinds: Sequence[str], option: str) -> str:
+    """The kind of device, spelled as in the profiles."""
+    for one in kinds:
+        if one.lower() == kind.strip().lower():
+            return one
+    raise InputError(f"{option}: {kind.strip()!r} was not profiled, only {', '.join(kinds)}")
+
+
+def _by_kind(name: str, text: str | None, kinds: Sequence[str]) -> dict[str, float]:
+    """The value of each kind; none is given where the text is None."""
+    from stagewright.graphs.documents.units import parse_bandwidth, parse_bytes
+
+    option = f"--{name.replace('_', '-')}"
+    parse: Callable[[str, str], float] = parse_bytes if name == "memory" else parse_bandwidth
+    return read_by_kind(
+        text, option, parse, kinds, lambda kind, option: _measured(kind, kinds, option)
+    )
+
+
+def _pool(
+    kind: str, servers: int, devices: int, by_kind: dict[str, dict[str, float]], is_alone: bool
+) -> "Pool":
+    from stagewright.formulations.parallelism.profiles.cluster import pool_of_kind
+
+    inside = by_kind["server_bandwidth"].get(kind)
+    between = by_kind["network_bandwidth"].get(kind)
+    given = {
+        "memory": by_kind["memory"].get(kind),
+        "server-bandwidth": between if inside is None and devices == 1 else inside,
+        "network-bandwidth": inside if between is None and is_alone else between,
+    }
+    _require_known(kind, given)
+    return pool_of_kind(
+        kind,
+        servers,
+        devices,
+        memory_bytes=given["memory"],
+        server_bandwidth=given["server-bandwidth"],
+        network_bandwidth=given["network-bandwidth"],
+    )
+
+
+def _require_known(kind: str, given: dict[str, float | None]) -> None:
+    """Name all that is missing of a kind that is not in the table of accelerators."""
+    from stagewright.graphs.machines.devices import ACCELERATORS
+
+    missing = [f"--{name}" for name, value in given.items() if value is None]
+    if missing and kind.lower() not in ACCELERATORS:
+        example = f"{missing[0]} {kind}={'40GB' if missing[0] == '--memory' else '10GB/s'}"
+        raise InputError(
+            f"{kind} is none of the kinds that are known ({', '.join(ACCELERATORS)}): give "
+            f"{', '.join(missing)}, for example {example}"
+        )
 
 
 def _draw(png: Path, title: str, answer: "ProfiledAnswer") -> None:
@@ -255,91 +342,3 @@ def check_layout(path: Path, as_json: bool) -> int:
     found = violations(plan)
     answer = CheckLayoutAnswer(status="invalid" if found else "valid", violations=found)
     return _print_checked(path, answer, plan.iteration_seconds, as_json)
-
-
-def _server_pools(
-    servers: str | None, cluster: Path | None, rates: dict[str, str | None], kinds: Sequence[str]
-) -> "ServerPools":
-    """The servers of the options, or of a cluster file.
-
-    ``rates`` are the texts of ``memory``, ``server_bandwidth`` and ``network_bandwidth``: a value
-    for all kinds, or values by kind; ``kinds`` those that were profiled.
-    """
-    from stagewright.formulations.parallelism.profiles.cluster import ServerPools, server_pools
-    from stagewright.graphs.machines.cluster import load_cluster
-
-    if (servers is None) == (cluster is None):
-        raise InputError(
-            "layer profiles need one of --servers, for example a100:2x4,v100:3x8 (2 servers of 4, "
-            "3 of 8), and --cluster FILE"
-        )
-    if cluster is not None:
-        stray = [f"--{name.replace('_', '-')}" for name, text in rates.items() if text is not None]
-        if stray:
-            raise InputError(f"{', '.join(stray)}: the cluster file says it; leave it out")
-        return server_pools(load_cluster(cluster))
-    found = _shapes(servers or "", kinds)
-    by_kind = {name: _by_kind(name, text, kinds) for name, text in rates.items()}
-    is_alone = [count for _, count, _ in found] == [1]
-    return ServerPools(tuple(_pool(*one, by_kind, is_alone) for one in found))
-
-
-def _shapes(text: str, kinds: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Kind, servers and devices of a server of every pool."""
-    return [
-        (_measured(kind, kinds, "--servers"), servers, devices)
-        for kind, servers, devices in read_groups(text, "--servers")
-    ]
-
-
-def _measured(kind: str, kinds: Sequence[str], option: str) -> str:
-    """The kind of device, spelled as in the profiles."""
-    for one in kinds:
-        if one.lower() == kind.strip().lower():
-            return one
-    raise InputError(f"{option}: {kind.strip()!r} was not profiled, only {', '.join(kinds)}")
-
-
-def _by_kind(name: str, text: str | None, kinds: Sequence[str]) -> dict[str, float]:
-    """The value of each kind; none is given where the text is None."""
-    option = f"--{name.replace('_', '-')}"
-    parse: Callable[[str, str], float] = parse_bytes if name == "memory" else parse_bandwidth
-    return read_by_kind(
-        text, option, parse, kinds, lambda kind, option: _measured(kind, kinds, option)
-    )
-
-
-def _pool(
-    kind: str, servers: int, devices: int, by_kind: dict[str, dict[str, float]], is_alone: bool
-) -> "Pool":
-    from stagewright.formulations.parallelism.profiles.cluster import pool_of_kind
-
-    inside = by_kind["server_bandwidth"].get(kind)
-    between = by_kind["network_bandwidth"].get(kind)
-    given = {
-        "memory": by_kind["memory"].get(kind),
-        "server-bandwidth": between if inside is None and devices == 1 else inside,
-        "network-bandwidth": inside if between is None and is_alone else between,
-    }
-    _require_known(kind, given)
-    return pool_of_kind(
-        kind,
-        servers,
-        devices,
-        memory_bytes=given["memory"],
-        server_bandwidth=given["server-bandwidth"],
-        network_bandwidth=given["network-bandwidth"],
-    )
-
-
-def _require_known(kind: str, given: dict[str, float | None]) -> None:
-    """Name all that is missing of a kind that is not in the table of accelerators."""
-    from stagewright.graphs.machines.devices import ACCELERATORS
-
-    missing = [f"--{name}" for name, value in given.items() if value is None]
-    if missing and kind.lower() not in ACCELERATORS:
-        example = f"{missing[0]} {kind}={'40GB' if missing[0] == '--memory' else '10GB/s'}"
-        raise InputError(
-            f"{kind} is none of the kinds that are known ({', '.join(ACCELERATORS)}): give "
-            f"{', '.join(missing)}, for example {example}"
-        )

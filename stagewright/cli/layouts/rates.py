@@ -4,24 +4,25 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from stagewright.cli.commands import Asked, ask, command
+from stagewright.cli.commands import Asked, ask, command, spelling
 from stagewright.cli.console import kept, print_table, say, tell
-from stagewright.cli.layouts.inputs import MachineOptions, Precision, TrainingOptions
-from stagewright.cli.options import Printed, Written
+from stagewright.cli.options import Printed, Served, Written
 from stagewright.cli.outputs import Writes, is_document
+from stagewright.cli.solving import find
+from stagewright.formulations.prices.computing import PrecisionName
 from stagewright.graphs.documents.documents import write, write_bytes
 from stagewright.graphs.documents.errors import InputError, naming
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.graphs.machines.rates import RateSet, Spread
+from stagewright.service.layouts.configured import CalibrateInputs
+from stagewright.service.layouts.inputs import MachineInputs
 from stagewright.service.layouts.rates import RateSetAnswer, RatesRequest, find_rates
 from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.graphs.importers.measured_runs import MeasuredIteration
-    from stagewright.graphs.models.architecture import Architecture
     from stagewright.service.layouts.anchoring import AnchorAnswer, AnchoredAnswer
     from stagewright.service.layouts.calibrating import CalibrateAnswer
-    from stagewright.solvers.parallelism.calibrating import CalibrationRun
 
 
 class RatesOptions(Printed):
@@ -108,7 +109,7 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
 
-class CalibrateOptions(MachineOptions, Written):
+class CalibrateOptions(CalibrateInputs, Written, Served):
     """What ``calibrate`` is asked."""
 
     runs: Annotated[list[Path], Option("RUNS")]
@@ -118,20 +119,13 @@ class CalibrateOptions(MachineOptions, Written):
     """A Hugging Face config.json, or its folder, or OWNER/NAME."""
     layout: list[str] | None = None
     """Of the logs, such as "p2 t4 d8 b1": one of all, or one of each, in order."""
-    framework: Annotated[str | None, Option("--for", form="FRAMEWORK")] = None
-    """What trained, such as torchtitan: the fit starts from its rates; default: megatron."""
-    global_batch: Annotated[int | None, Option(form="N")] = None
-    """Samples between two updates, where the runs do not say it."""
-    sequence: Annotated[int | None, Option(form="S")] = None
-    """Tokens in a sample, where the runs do not say it."""
-    precision: Precision = "bf16"
-    """Type of weights and activations, where the runs do not say it; fp8: of products."""
 
 
 @command(
     headings={
         "Machines": "per_server server_bandwidth network_bandwidth per_rack rack_bandwidth"
-        " host_bandwidth memory"
+        " host_bandwidth memory",
+        "Search": "server",
     }
 )
 def calibrate(given: CalibrateOptions) -> int:
@@ -141,18 +135,18 @@ def calibrate(given: CalibrateOptions) -> int:
     device; each run is predicted by the fit to the others. Use it with train-plan --rates FILE.
     """
     from stagewright.service.architectures import read_architecture
-    from stagewright.service.layouts.calibrating import CalibrateRequest
-    from stagewright.service.layouts.calibrating import calibrate as fit
+    from stagewright.service.layouts.calibrating import CalibrateAnswer, CalibrateRequest
 
     architecture = read_architecture(given.config)
-    runs = tuple(_run(one, given, architecture) for one in _measured(given))
+    with spelling(CalibrateOptions):
+        runs = tuple(given.run(one, architecture) for one in _measured(given))
     request = ask(
         CalibrateRequest,
         runs=runs,
         name="calibrated" if given.output is None else given.output.stem,
         source=", ".join(one.name for one in given.runs),
     )
-    answer = fit(request)
+    answer = find(CalibrateAnswer, request, "fitting", given.server)
     written = kept(answer.document, given, lambda one, path: write(RateSet, one, path))
     tell(answer, given, _print_calibrated, written)
     return 0
@@ -177,38 +171,7 @@ def _measured(given: CalibrateOptions) -> "list[MeasuredIteration]":
     ]
 
 
-def _run(
-    one: "MeasuredIteration", given: CalibrateOptions, architecture: "Architecture"
-) -> "CalibrationRun":
-    """A run of the problem that its file and the options tell."""
-    from stagewright.formulations.parallelism.layout import parse_layout
-    from stagewright.service.layouts.problems import training_problem
-    from stagewright.solvers.parallelism.calibrating import CalibrationRun
-
-    with naming(one.place):
-        layout = parse_layout(one.layout or "")
-        sequence, batch = one.sequence or given.sequence, one.batch or given.global_batch
-        if sequence is None or batch is None:
-            raise InputError(
-                f"no {'sequence' if sequence is None else 'batch'}: give --sequence and "
-                "--global-batch, or columns of the CSV"
-            )
-        gpus = one.gpus or given.gpus or layout.ranks
-        machines = given if given.cluster else given.model_copy(update={"gpus": gpus})
-        fabric = machines.fabric()
-        problem = training_problem(
-            architecture,
-            fabric,
-            sequence=sequence,
-            batch=batch,
-            precision=one.precision or given.precision,
-            framework=given.framework,
-        )
-    seconds = one.seconds_of(fabric.devices, sequence, batch)
-    return CalibrationRun(one.place, problem, layout, seconds, one.memory_bytes)
-
-
-class AnchorOptions(MachineOptions, Written):
+class AnchorOptions(MachineInputs, Written):
     """What ``anchor`` is asked."""
 
     file: Annotated[Path, Option("CONFIG_OR_MEASURED")]
@@ -220,7 +183,7 @@ class AnchorOptions(MachineOptions, Written):
     """Samples between two updates."""
     sequence: Annotated[int | None, Option(form="S")] = None
     """Tokens in a sample."""
-    precision: Precision | None = None
+    precision: PrecisionName | None = None
     """Type of weights and activations; default: bf16."""
     most_samples: Annotated[int | None, Option(form="B")] = None
     """The largest microbatch to time; default: 4."""
@@ -271,18 +234,24 @@ def anchor(given: AnchorOptions) -> int:
 
 
 def _write_script(given: AnchorOptions) -> int:
+    from stagewright.service.architectures import read_architecture
     from stagewright.service.layouts.anchoring import AnchorRequest, anchor_script_of
+    from stagewright.service.layouts.problems import training_problem
 
     if given.global_batch is None or given.sequence is None:
         raise InputError("a configuration needs --global-batch and --sequence")
-    training = TrainingOptions(
-        global_batch=given.global_batch,
-        sequence=given.sequence,
-        precision=given.precision or "bf16",
-    )
+    with spelling(AnchorOptions):
+        problem = training_problem(
+            read_architecture(given.file),
+            given.fabric(),
+            sequence=given.sequence,
+            batch=given.global_batch,
+            precision=given.precision or "bf16",
+            framework=given.framework,
+        )
     request = ask(
         AnchorRequest,
-        problem=training.problem(given.file, given.fabric(), given.framework),
+        problem=problem,
         framework=given.framework,
         most_samples=given.most_samples or 4,
     )
@@ -324,30 +293,9 @@ def _print_anchored(answer: "AnchoredAnswer") -> None:
 
 
 def _print_calibrated(answer: "CalibrateAnswer") -> None:
-    print_table(
-        ("<run", "<layout", "measured", "before", "fitted", "left out", "error"),
-        [
-            (
-                one.place, one.layout, format_seconds(one.seconds),
-                format_seconds(one.before_seconds), format_seconds(one.after_seconds),
-                *(
-                    ("-", "-")
-                    if one.left_out_seconds is None
-                    else (
-                        format_seconds(one.left_out_seconds),
-                        f"{one.left_out_seconds / one.seconds - 1:+.1%}",
-                    )
-                ),
-            )
-            for one in answer.rows
-        ],
-    )  # fmt: skip
-    factors = ", ".join(f"{name} x {factor:.3g}" for name, factor in answer.factors.items())
-    said = factors or "no constant is changed, the runs are not all on one side of the range"
-    say(f"from {answer.started_from}: {said}")
-    if answer.at_peak:
-        say(
-            f"the fit ends at the peak of the device ({', '.join(answer.at_peak)} = 1): check "
-            "--device, and the layouts, batches and seconds of the runs"
-        )
+    from stagewright.service.layouts.told import calibrated_lines, calibrated_table
+
+    table = calibrated_table(answer)
+    print_table(table.head, table.rows)
+    say(*calibrated_lines(answer))
     _print_ranges(answer.rates)

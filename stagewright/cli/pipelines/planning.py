@@ -200,9 +200,11 @@ def _out_of_order(asked: Asked[PlanRequest], given: PlanOptions) -> OutOfOrder |
 def _print(chain: "Chain", answer: "PlanAnswer") -> None:
     _print_result(chain, answer.result)
     _print_exports(answer)
-    found = answer.result.plan is not None
-    if found and chain.source.startswith("analytic") and "attention" in chain.source:
-        say("`stagewright train-plan` searches tensor, data, context and expert degrees too")
+    if chain.source.startswith("analytic") and "attention" in chain.source:
+        others = "searches tensor, data, context and expert degrees too"
+        if answer.result.status is Status.INFEASIBLE:
+            others = "may find what fits: it divides layers, recomputes and shards the optimizer"
+        say(f"`stagewright train-plan` {others}")
 
 
 def _print_result(chain: "Chain", result: "Result") -> None:
