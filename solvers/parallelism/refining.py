@@ -39,6 +39,7 @@ from stagewright.formulations.forms.answers import StopToken, is_stopped
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_count
 from stagewright.graphs.models.shards import Recompute
@@ -217,6 +218,8 @@ def refine(
 ) -> Refinement:
     """Faster layouts whose stages differ: at most as many as the search found, or one."""
     started = time.perf_counter()
+    if space.least_bytes(problem) > problem.fabric.memory_bytes * (1 + RELATIVE_TOLERANCE):
+        return Refinement((), plain_bound=inf, bound=inf, examined=0, seconds=0.0)
     of = _Refining(problem, space, found, recomputation, accept)
     of.answered()
     plain_bound = of.others(stop)
