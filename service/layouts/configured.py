@@ -6,7 +6,7 @@ configuration is read by the table of model types, and rates and devices are nam
 
 import json
 from abc import abstractmethod
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -14,8 +14,6 @@ from stagewright.formulations.parallelism.layout import parse_layout
 from stagewright.formulations.parallelism.training import CalibrationRun
 from stagewright.formulations.prices.computing import PrecisionName
 from stagewright.graphs.documents.errors import InputError, naming
-from stagewright.graphs.importers.hf_config import parse_hf_config
-from stagewright.graphs.importers.measured_runs import MeasuredIteration
 from stagewright.graphs.machines.stack_memory import STACK_MEMORY
 from stagewright.graphs.models.architecture import Architecture
 from stagewright.service.layouts.calibrating import CalibrateRequest
@@ -37,6 +35,9 @@ from stagewright.service.layouts.requests import (
 )
 from stagewright.service.options import Option
 from stagewright.service.requests import Request
+
+if TYPE_CHECKING:
+    from stagewright.graphs.importers.measured_runs import MeasuredIteration
 
 
 class ConfiguredRequest(Request):
@@ -61,6 +62,8 @@ class ConfiguredRequest(Request):
         """The architecture; InputError names the field that is wrong."""
         if self.architecture is not None:
             return self.architecture
+        from stagewright.graphs.importers.hf_config import parse_hf_config  # it imports networkx
+
         return parse_hf_config(json.dumps(self.config), "config")
 
     @abstractmethod
@@ -154,7 +157,7 @@ class CalibrateInputs(MachineInputs):
     precision: PrecisionName = "bf16"
     """Type of weights and activations, where the runs do not say it; fp8: of products."""
 
-    def run(self, one: MeasuredIteration, architecture: Architecture) -> CalibrationRun:
+    def run(self, one: "MeasuredIteration", architecture: Architecture) -> CalibrationRun:
         """A measured iteration of an architecture's training."""
         with naming(one.place):
             layout = parse_layout(one.layout or "")
@@ -203,6 +206,8 @@ class CalibrateRunsRequest(ConfiguredRequest, CalibrateInputs):
 
     def whole(self) -> CalibrateRequest:
         """The fit to the runs."""
+        from stagewright.graphs.importers.measured_runs import MeasuredIteration
+
         model = self.model()
         runs = tuple(
             self.run(MeasuredIteration(f"runs[{i}]", **one.given()), model)

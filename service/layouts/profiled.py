@@ -23,7 +23,7 @@ from stagewright.formulations.parallelism.profiles.pipelines import (
 )
 from stagewright.formulations.parallelism.profiles.plan import ProfiledPlan
 from stagewright.graphs.documents.units import format_bytes
-from stagewright.service.answers import CARRIED, Answer, Finite
+from stagewright.service.answers import CARRIED, Answer, Finite, NotebookAnswer, ShownAnswer
 from stagewright.service.layouts.problems import unusable, usable_degrees
 from stagewright.service.requests import Request, SearchRequest
 
@@ -86,7 +86,7 @@ class ProfiledPoolAnswer(Answer):
     capacity_bytes: float
 
 
-class ProfiledAnswer(Answer):
+class ProfiledAnswer(NotebookAnswer):
     """The best plan found, with a bound on every plan of ``plan_class`` that fits.
 
     ``microbatches`` are those of each pipeline. Without a plan ``reason`` says why.
@@ -108,6 +108,12 @@ class ProfiledAnswer(Answer):
     examined: int
     wall_seconds: float
     plan: Annotated[ProfiledDocument | None, CARRIED] = None
+
+    def shown(self) -> ShownAnswer:
+        """What a notebook shows."""
+        from stagewright.service.layouts.told import shown_profiled
+
+        return shown_profiled(self)
 
 
 class CheckProfiledAnswer(Answer):

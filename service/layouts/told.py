@@ -9,6 +9,7 @@ from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.graphs.models.traits import said_parameters
 from stagewright.service.answers import AnswerTable, ShownAnswer
 from stagewright.service.layouts.calibrating import CalibrateAnswer
+from stagewright.service.layouts.profiled import ProfiledAnswer, ProfiledPoolAnswer
 from stagewright.service.layouts.requests import (
     ExplainAnswer,
     LayoutAnswer,
@@ -164,19 +165,12 @@ def front_table(answer: LayoutAnswer) -> AnswerTable:
 
 def what_if_table(answer: LayoutAnswer) -> AnswerTable:
     """What better machines would buy."""
-    return AnswerTable(
-        "What if",
-        ("<change", "time", "gain", "<layout"),
-        [
-            (
-                one.change,
-                _seconds(one.seconds),
-                _percent(None if one.seconds is None else 1 - one.seconds / answer.rows[0].seconds),
-                one.layout or "none fits",
-            )
-            for one in answer.what_if
-        ],
-    )
+    rows = []
+    for one in answer.what_if:
+        gain = None if one.seconds is None else 1 - one.seconds / answer.rows[0].seconds
+        layout = one.layout or "none fits"
+        rows.append((one.change, _seconds(one.seconds), _percent(gain), layout))
+    return AnswerTable("What if", ("<change", "time", "gain", "<layout"), rows)
 
 
 def explained_tables(one: ExplainAnswer) -> Iterator[AnswerTable]:
@@ -272,19 +266,15 @@ def calibrated_table(answer: CalibrateAnswer) -> AnswerTable:
         ("<run", "<layout", "measured", "before", "fitted", "left out", "error"),
         [
             (
-                one.place,
-                one.layout,
-                format_seconds(one.seconds),
-                format_seconds(one.before_seconds),
-                format_seconds(one.after_seconds),
+                one.place, one.layout, format_seconds(one.seconds),
+                format_seconds(one.before_seconds), format_seconds(one.after_seconds),
                 _seconds(one.left_out_seconds),
-                "-"
-                if one.left_out_seconds is None
+                "-" if one.left_out_seconds is None
                 else f"{one.left_out_seconds / one.seconds - 1:+.1%}",
             )
             for one in answer.rows
         ],
-    )
+    )  # fmt: skip
 
 
 def calibrated_lines(answer: CalibrateAnswer) -> Iterator[str]:
@@ -297,6 +287,59 @@ def calibrated_lines(answer: CalibrateAnswer) -> Iterator[str]:
             f"the fit ends at the peak of the device ({', '.join(answer.at_peak)} = 1): check "
             "--device, and the layouts, batches and seconds of the runs"
         )
+
+
+def profiled_tables(answer: ProfiledAnswer) -> tuple[AnswerTable, AnswerTable]:
+    """The stages of a plan by measured layers, and the GPUs of every kind."""
+    stages = AnswerTable(
+        "Stages",
+        ("stage", "layers", "<GPUs", "replicas", "tensor", "forward", "backward", "all-reduce",
+         "update", "memory", "of"),
+        [
+            (
+                str(s), f"{one.first}-{one.stop - 1}", _pool_name(answer.pools, one.pool),
+                str(one.replicas), str(one.tensor), format_seconds(one.forward_seconds),
+                format_seconds(one.backward_seconds), format_seconds(one.reduce_seconds),
+                format_seconds(one.update_seconds), format_bytes(one.memory_bytes),
+                format_bytes(one.capacity_bytes),
+            )
+            for s, one in enumerate(answer.stages)
+        ],
+    )  # fmt: skip
+    pools = AnswerTable(
+        "GPUs",
+        ("<GPUs", "servers", "each", "used", "fullest GPU", "of"),
+        [
+            (
+                _pool_name(answer.pools, number), str(one.servers), str(one.per_server),
+                f"{one.used} of {one.devices}",
+                "-" if one.peak_bytes is None else format_bytes(one.peak_bytes),
+                format_bytes(one.capacity_bytes),
+            )
+            for number, one in enumerate(answer.pools)
+        ],
+    )  # fmt: skip
+    return stages, pools
+
+
+def _pool_name(pools: Sequence[ProfiledPoolAnswer], number: int) -> str:
+    """The name of a pool: its kind, with server size and zone if other pools share it."""
+    one = pools[number]
+    same = [other for other in pools if other.device_kind == one.device_kind]
+    size = f" of {one.per_server}" if len({other.per_server for other in same}) > 1 else ""
+    zone = f" in {one.zone}" if len({other.zone for other in same}) > 1 else ""
+    return f"{one.device_kind}{size}{zone}"
+
+
+def shown_profiled(answer: ProfiledAnswer) -> ShownAnswer:
+    """The plan by measured layers with its bound, and its stages."""
+    lines = [f"{answer.status}: {_seconds(answer.iteration_seconds)} per iteration"]
+    if answer.bound_seconds is not None:
+        bound = format_seconds(answer.bound_seconds)
+        lines.append(f"bound {bound}, gap {_percent(answer.gap)}, by {answer.proved_by}")
+    lines += [answer.reason] if answer.reason else []
+    stages, _ = profiled_tables(answer)
+    return ShownAnswer(lines, stages, [one.model_dump() for one in answer.stages])
 
 
 def shown_layouts(answer: LayoutAnswer) -> ShownAnswer:

@@ -13,12 +13,12 @@ from stagewright.service.http.figures.tables import (
     MemoryBar,
     Told,
     facts,
-    titled,
     written,
 )
 from stagewright.service.layouts import told
 from stagewright.service.layouts.calibrating import CalibrateAnswer
 from stagewright.service.layouts.configured import TrainPlanRequest
+from stagewright.service.layouts.profiled import ProfiledAnswer
 from stagewright.service.layouts.requests import (
     LayoutAnswer,
     LayoutMemoryAnswer,
@@ -210,17 +210,8 @@ def train_plan_profiles(request: Request, answer: Told) -> Figures:
         f"bound, by {answer['proved_by']}": "bound_seconds seconds", "gap": "gap percent",
         "samples per second": "samples_per_second number",
     })  # fmt: skip
-    stages = titled("Stages", answer["stages"], {
-        "<layers": lambda one: f"{one['first']} to {one['stop'] - 1}", "<GPUs": "device_kind",
-        "replicas": "replicas", "tensor": "tensor", "forward": "forward_seconds seconds",
-        "backward": "backward_seconds seconds", "all-reduce": "reduce_seconds seconds",
-        "update": "update_seconds seconds", "memory": "memory_bytes bytes",
-        "of": "capacity_bytes bytes",
-    })  # fmt: skip
-    pools = titled("GPUs", answer["pools"], {
-        "<kind": "device_kind", "servers": "servers", "each": "per_server", "used": "used",
-        "of": "devices", "fullest GPU": "peak_bytes bytes",
-    })  # fmt: skip
+    found = read(_text(answer), request)
+    assert isinstance(found, ProfiledAnswer)
     lines = [f"of all plans of the class: {answer['plan_class']}", *answer["remarks"]]
     lines += [answer["reason"]] if answer["reason"] else []
-    return Figures(numbers, (stages, pools), lines=lines)
+    return Figures(numbers, told.profiled_tables(found), lines=lines)

@@ -13,7 +13,7 @@ from stagewright.cli.options import read_by_kind, read_groups
 from stagewright.cli.solving import find
 from stagewright.graphs.documents.documents import format_of, read_text, write_bytes
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import counted, format_bytes, format_seconds
+from stagewright.graphs.documents.units import counted, format_seconds
 
 if TYPE_CHECKING:
     from stagewright.cli.layouts.layouts import TrainPlanOptions
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from stagewright.service.layouts.profiled import (
         CheckProfiledAnswer,
         ProfiledAnswer,
-        ProfiledPoolAnswer,
     )
     from stagewright.service.layouts.requests import CheckLayoutAnswer
 
@@ -235,14 +234,16 @@ def _draw(png: Path, title: str, answer: "ProfiledAnswer") -> None:
 
 
 def _print(name: str, batch: int, answer: "ProfiledAnswer") -> None:
+    from stagewright.service.layouts.told import profiled_tables
+
     bound = format_seconds(answer.bound_seconds) if answer.bound_seconds is not None else "-"
     if answer.iteration_seconds is None:
         say(
             f"{name}: {answer.status}", *([answer.reason] if answer.reason else []), *answer.remarks
         )
         return
-    _print_stages(answer)
-    _print_pools(answer)
+    for table in profiled_tables(answer):
+        print_table(table.head, table.rows)
     each = " and ".join(
         f"{counted(pipelines, 'pipeline', 'pipelines')} of {number} microbatches"
         for number, pipelines in Counter(answer.microbatches).items()
@@ -254,49 +255,6 @@ def _print(name: str, batch: int, answer: "ProfiledAnswer") -> None:
         f"{bound} by {answer.proved_by}, gap {percent(answer.gap)}, {answer.wall_seconds:.2f} s",
         f"of all plans of the class: {answer.plan_class}",
         *answer.remarks,
-    )
-
-
-def _print_stages(answer: "ProfiledAnswer") -> None:
-    print_table(
-        ("stage", "layers", "<GPUs", "replicas", "tensor", "forward", "backward", "all-reduce",
-         "update", "memory", "of"),
-        [
-            (
-                str(s), f"{one.first}-{one.stop - 1}", _name(answer.pools, one.pool),
-                str(one.replicas), str(one.tensor), format_seconds(one.forward_seconds),
-                format_seconds(one.backward_seconds), format_seconds(one.reduce_seconds),
-                format_seconds(one.update_seconds), format_bytes(one.memory_bytes),
-                format_bytes(one.capacity_bytes),
-            )
-            for s, one in enumerate(answer.stages)
-        ],
-    )  # fmt: skip
-
-
-def _name(pools: "Sequence[ProfiledPoolAnswer]", number: int) -> str:
-    """The name of a pool: its kind, with server size and zone if other pools share it."""
-    one = pools[number]
-    same = [other for other in pools if other.device_kind == one.device_kind]
-    size = f" of {one.per_server}" if len({other.per_server for other in same}) > 1 else ""
-    zone = f" in {one.zone}" if len({other.zone for other in same}) > 1 else ""
-    return f"{one.device_kind}{size}{zone}"
-
-
-def _print_pools(answer: "ProfiledAnswer") -> None:
-    print_table(
-        ("<GPUs", "servers", "each", "used", "fullest GPU", "of"),
-        [
-            (
-                _name(answer.pools, number),
-                str(one.servers),
-                str(one.per_server),
-                f"{one.used} of {one.devices}",
-                "-" if one.peak_bytes is None else format_bytes(one.peak_bytes),
-                format_bytes(one.capacity_bytes),
-            )
-            for number, one in enumerate(answer.pools)
-        ],
     )
 
 
