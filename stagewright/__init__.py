@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         load_profiled_plan,
         save_profiled_plan,
     )
+    from stagewright.formulations.parallelism.trials import Trial, load_tuning, save_tuning
     from stagewright.formulations.plans.plan import load_plan, save_plan
     from stagewright.formulations.prices.analytic import analytic_model
     from stagewright.front.clusters import (
@@ -36,7 +37,13 @@ if TYPE_CHECKING:
         run_cluster,
         simulate_cluster,
     )
-    from stagewright.front.layouts import check_profiled_plan, profiled_train_plan, train_plan
+    from stagewright.front.layouts import (
+        check_profiled_plan,
+        profiled_train_plan,
+        train_plan,
+        tune,
+        tune_read,
+    )
     from stagewright.front.operators import check_placement, divide, place
     from stagewright.front.pipelines import (
         check,
@@ -69,16 +76,17 @@ if TYPE_CHECKING:
     from stagewright.service.layouts.problems import profiled_problem, training_problem
 
 __all__ = [
-    "Executor", "InputError", "Link", "allocate", "analytic_model", "check", "check_placement",
-    "check_profiled_plan", "check_proofs", "cloud", "compare", "compare_schedules", "diff",
-    "divide", "estimate", "export", "jobshop", "load_allocation", "load_cluster", "load_graph",
-    "load_layer_profiles", "load_layout", "load_market", "load_model", "load_operator_plan",
-    "load_partition_problem", "load_plan", "load_profiled_plan", "load_trace", "load_workload",
-    "parse_pool", "partition", "place", "plan", "print_progress", "profiled_problem",
-    "profiled_train_plan", "rounds", "run_cluster", "save_allocation", "save_cluster",
-    "save_graph", "save_layer_profiles", "save_layout", "save_model", "save_operator_plan",
-    "save_plan", "save_profiled_plan", "schedule", "show", "simulate", "simulate_cluster",
-    "sweep", "train_plan", "training_problem", "uniform_servers", "what_if",
+    "Executor", "InputError", "Link", "Trial", "allocate", "analytic_model", "check",
+    "check_placement", "check_profiled_plan", "check_proofs", "cloud", "compare",
+    "compare_schedules", "diff", "divide", "estimate", "export", "jobshop", "load_allocation",
+    "load_cluster", "load_graph", "load_layer_profiles", "load_layout", "load_market", "load_model",
+    "load_operator_plan", "load_partition_problem", "load_plan", "load_profiled_plan", "load_trace",
+    "load_tuning", "load_workload", "parse_pool", "partition", "place", "plan", "print_progress",
+    "profiled_problem", "profiled_train_plan", "rounds", "run_cluster", "save_allocation",
+    "save_cluster", "save_graph", "save_layer_profiles", "save_layout", "save_model",
+    "save_operator_plan", "save_plan", "save_profiled_plan", "save_tuning", "schedule", "show",
+    "simulate", "simulate_cluster", "sweep", "train_plan", "training_problem", "tune", "tune_read",
+    "uniform_servers", "what_if",
 ]  # fmt: skip
 
 # Loaded on first use, so that ``import stagewright`` is fast.
@@ -91,12 +99,13 @@ _LAZY = {
     "stagewright.formulations.parallelism.profiles.document": (
         "load_profiled_plan", "save_profiled_plan",
     ),
+    "stagewright.formulations.parallelism.trials": ("Trial", "load_tuning", "save_tuning"),
     "stagewright.formulations.plans.plan": ("load_plan", "save_plan"),
     "stagewright.front.clusters": (
         "allocate", "cloud", "estimate", "rounds", "run_cluster", "simulate_cluster",
     ),
     "stagewright.front.layouts": (
-        "check_profiled_plan", "profiled_train_plan", "train_plan",
+        "check_profiled_plan", "profiled_train_plan", "train_plan", "tune", "tune_read",
     ),
     "stagewright.front.operators": ("check_placement", "divide", "place"),
     "stagewright.graphs.importers.partition_problems": ("load_partition_problem",),

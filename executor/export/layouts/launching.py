@@ -1,5 +1,7 @@
 """How an exported layout is started: one script per rank, and what starts it on every device."""
 
+from typing import Any
+
 from stagewright.executor.export import launchers
 from stagewright.executor.export.layouts.common import nodes
 from stagewright.executor.export.layouts.rules import described
@@ -17,9 +19,16 @@ _HEAD = """\
 """
 
 
-def launch_files(to: str, problem: TrainingProblem, options: FormatOptions) -> dict[str, str]:
-    """The script of a rank, which begins with what the user must add, and those that start it."""
+def launch_files(
+    to: str, problem: TrainingProblem, options: FormatOptions, short: bool = False
+) -> dict[str, str]:
+    """The script of a rank, which begins with what the user must add, and those that start it.
+
+    A ``short`` run only measures: few iterations, every one logged, nothing saved.
+    """
     of = described(to)
+    if short:
+        of = of | of.get("short", {})
     count, each = nodes(problem)
     launch = launchers.Launch(
         problem.architecture.name,
@@ -29,7 +38,12 @@ def launch_files(to: str, problem: TrainingProblem, options: FormatOptions) -> d
         tuple(of["add"]),
     )
     asked = "".join(f': "${{{name}:?{what}}}"\n' for name, what in of["add"].items())
-    files = {SCRIPT: f"{_HEAD}{asked}set -euo pipefail\n{of['start'].strip()}\n"}
+    files = {SCRIPT: f"{_HEAD}{asked}set -euo pipefail\n{_filled(of, problem)}\n"}
     for write in LAUNCHERS:
         files |= write(launch)
     return files
+
+
+def _filled(of: dict[str, Any], problem: TrainingProblem) -> str:
+    start: str = of["start"].strip()
+    return start.replace("VOCABULARY", str(problem.architecture.vocabulary))
