@@ -158,7 +158,8 @@ def launch(command: str, folder: Path, layout: Layout) -> Running:
     if is_running(folder):
         return Running(folder, layout, None)
     (folder / EXIT).unlink(missing_ok=True)
-    script = "job.sbatch" if command.split()[0].rpartition("/")[2] == "sbatch" else "run.sh"
+    is_batch = any(word.rpartition("/")[2] == "sbatch" for word in command.split())
+    script = "job.sbatch" if is_batch else "run.sh"
     filled = command
     for name, value in {"script": script, "folder": folder.resolve(), "layout": layout}.items():
         filled = filled.replace(f"{{{name}}}", shlex.quote(str(value)))

@@ -171,7 +171,9 @@ _LINES = tuple(
 _PEAK = re.compile(rf"memory \(MB\) \|.*?max reserved: (?P<mb>{_NUMBER})")
 """What Megatron-LM and Megatron-Bridge log of every rank after the first iterations."""
 _TOO_LARGE = re.compile(
-    r"OutOfMemoryError|(?:CUDA|HIP|NCCL)?\W*out of memory|oom[-_ ]kill|Cannot allocate memory", re.I
+    r"OutOfMemoryError|(?:CUDA|HIP)(?: error:)? out of memory|cudaErrorMemoryAllocation|"
+    r"oom[-_]kill|Cannot allocate memory",
+    re.IGNORECASE,
 )
 _FAILED = re.compile(
     r"Traceback \(most recent call last\)|^\w*(?:Error|Exception)\b|ChildFailedError|core dumped|"

@@ -226,6 +226,8 @@ def start_in(root: Path, request: TuneRequest, ended: StopToken | None = None) -
             raise InputError(f"{root} has a tuning of another problem; name another folder")
         return tuning
     tuning = tuning_of(request, ended)
+    if is_stopped(ended):
+        raise InputError(f"{root}: stopped before the candidates were found; nothing is written")
     try:
         root.mkdir(exist_ok=True)
     except OSError as error:

@@ -148,7 +148,8 @@ def test_every_claim_is_recomputed() -> None:
         replace(claim, runs=claim.runs + 1),
         replace(claim, seconds=claim.seconds * 0.99),
         replace(claim, best=slower),
-        replace(claim, chance=2 * MOST_CHANCE),
+        replace(claim, chance=claim.chance + 0.001),
+        replace(claim, stop=False),
     ):
         assert violations(replace(document, claim=wrong), compiled_walk()), wrong
     first = document.candidates[0]

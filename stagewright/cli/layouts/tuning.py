@@ -9,7 +9,7 @@ from pydantic import Field
 
 from stagewright.cli import interruptible
 from stagewright.cli.commands import Asked, command
-from stagewright.cli.console import print_table, progress, say, seconds, size, tell
+from stagewright.cli.console import print_table, progress, say, seconds, size, tell, warn
 from stagewright.cli.layouts.inputs import DegreeOptions, MachineOptions, TrainingOptions
 from stagewright.cli.layouts.profiled import on_command_line
 from stagewright.cli.options import Printed
@@ -17,6 +17,7 @@ from stagewright.cli.outputs import Writes
 from stagewright.graphs.documents.documents import write_bytes
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import counted, format_seconds
+from stagewright.graphs.machines.stack_memory import STACK_MEMORY
 from stagewright.service.layouts.tuning import TuneRequest
 from stagewright.service.options import Option
 
@@ -109,10 +110,16 @@ def _begin_or_go_on(
         raise InputError(f"{model} is no folder of a tuning; to begin one, name it: -o FOLDER")
     else:
         framework = asked.given["framework"]
-        problem = given.problem(model, given.fabric(), framework)
+        stack = framework if framework in STACK_MEMORY else None
+        problem = given.problem(model, given.fabric(), stack)
         request = asked.request(problem=problem, space=given.space(problem))
         with interruptible() as stop, progress(f"searching layouts of {model.name}", stop):
-            start_in(root, request, stop)
+            begun = start_in(root, request, stop)
+        if len(begun.candidates) < request.candidates and begun.rest_seconds is not None:
+            warn(
+                f"the time limit of {request.time_limit:g} s ended the search: there are "
+                f"{len(begun.candidates)} candidates (--time-limit)"
+            )
     if given.launch is None:
         return read_in(root, [], parallel)
     return _launch(root, given.launch, given, parallel)
