@@ -4,7 +4,7 @@ A machine is a model, a number of GPUs, a sequence and a batch, of which a table
 more; to try a layout is to look its seconds up. The tuner sees the layouts, the prediction by the
 package's rates, and what it has looked up; so do the peers, whose features are the logarithms of
 the degrees and of the predicted seconds. ``python -m benchmarks
-tuning`` takes half a minute; where the peers are installed, ten minutes.
+tuning`` takes half a minute; where the peers are installed, ten minutes of CPU.
 """
 
 import warnings

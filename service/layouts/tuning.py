@@ -5,9 +5,9 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from stagewright.executor.measuring.trials import (
     DOCUMENT,
@@ -65,12 +65,17 @@ class TuneRequest(Request):
     time_limit: float = 60.0
     """Time limit of the search in seconds."""
 
-    def layouts(self) -> LayoutRequest:
-        """The search for the candidates."""
+    @model_validator(mode="after")
+    def _require_launches(self) -> Self:
         if self.framework == "plan":
             raise InputError(
                 "framework plan has no launch files to try: use stagewright run and compare"
             )
+        self.layouts()
+        return self
+
+    def layouts(self) -> LayoutRequest:
+        """The search for the candidates."""
         return LayoutRequest.of(
             problem=self.problem,
             space=replace(self.space, uneven=False),

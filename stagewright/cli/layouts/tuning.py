@@ -170,6 +170,8 @@ def _trials(root: Path, tuning: "Tuning", log: Path, layout: str | None) -> Iter
     from stagewright.formulations.parallelism.trials import Trial
     from stagewright.graphs.importers.measured_runs import read_measured
 
+    if not log.exists():
+        raise InputError(f"{log}: No such file or directory")
     place = str(log.resolve())
     if log.suffix.lower() == ".csv":
         of = tuning.problem
@@ -229,11 +231,12 @@ def print_tuning(answer: "TuneAnswer", root: Path) -> None:
 def _print_open(answer: "TuneAnswer") -> None:
     shown = answer.open[:_SHOWN]
     more = len(answer.open) - len(shown)
-    print_table(
-        ("<may still win" if answer.best else "<layouts", "corrected", "9 of 10 within", "saves",
-         "fits"),
-        [_row(one) for one in shown],
-    )  # fmt: skip
+    if answer.best is None:
+        rows = [(one.layout, seconds(one.predicted_seconds), f"{one.fits:.0%}") for one in shown]
+        print_table(("<layout", "predicted", "fits"), rows)
+    else:
+        head = ("<may still win", "corrected", "9 of 10 within", "saves", "fits")
+        print_table(head, [_row(one) for one in shown])
     if more:
         say(f"and {counted(more, 'other', 'others')}")
 
@@ -243,7 +246,7 @@ def _row(one: "OpenRow") -> tuple[str, ...]:
         one.layout,
         format_seconds(one.seconds),
         f"{format_seconds(one.seconds_low)} - {format_seconds(one.seconds_high)}",
-        "-" if one.gain is None else f"at most {one.gain:.0%}",
+        f"at most {one.gain or 0:.0%}",
         f"{one.fits:.0%}",
     )
 
