@@ -125,7 +125,7 @@ def tune(
         If no layout obeys the rules of the model, the batch and the devices, or may fit.
     """
     fields = fields_of(locals(), "stop")
-    from stagewright.service.layouts.tuning import TuneRequest
+    from stagewright.service.layouts.requests import TuneRequest
     from stagewright.service.layouts.tuning import tune as first
     from stagewright.solvers.parallelism.space import Space
 

@@ -18,7 +18,7 @@ from stagewright.graphs.documents.documents import write_bytes
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import counted, format_seconds
 from stagewright.graphs.machines.stack_memory import STACK_MEMORY
-from stagewright.service.layouts.tuning import TuneRequest
+from stagewright.service.layouts.requests import TuneRequest
 from stagewright.service.options import Option
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _begin_or_go_on(
     context: typer.Context, model: Path, asked: Asked[TuneRequest], given: TuneOptions
 ) -> "TuneAnswer":
     from stagewright.executor.measuring.trials import DOCUMENT
-    from stagewright.service.layouts.tuning import read_in, start_in
+    from stagewright.service.layouts.trials import read_in, start_in
 
     root, parallel = _root(given), asked.given["parallel"]
     if given.layout is not None:
@@ -126,7 +126,7 @@ def _begin_or_go_on(
 
 
 def _launch(root: Path, command: str, given: TuneOptions, parallel: int) -> "TuneAnswer":
-    from stagewright.service.layouts.tuning import tune_by
+    from stagewright.service.layouts.trials import tune_by
 
     def show(answer: "TuneAnswer", trial: "Trial") -> None:
         if not given.as_json:
@@ -144,7 +144,7 @@ def _launch(root: Path, command: str, given: TuneOptions, parallel: int) -> "Tun
 
 def _read(context: typer.Context, root: Path, logs: list[str], given: TuneOptions) -> "TuneAnswer":
     from stagewright.executor.measuring.trials import DOCUMENT, current
-    from stagewright.service.layouts.tuning import read_in
+    from stagewright.service.layouts.trials import read_in
 
     if not (root / DOCUMENT).exists():
         raise InputError(f"{root} has no {DOCUMENT}: begin with tune MODEL -o {root}")
