@@ -67,7 +67,9 @@ def test_a_loop_ends_with_the_best_and_goes_on_where_it_was() -> None:
     table = dict(one.split(",") for one in Path("table.csv").read_text().splitlines())
     best = float(table[fastest()]) / 1e3
     assert found["best"]["seconds"] <= best / 0.98
-    assert found["said"].startswith("stop: no layout of the class is faster by more than 2%")
+    assert found["said"].startswith(
+        "stop: no layout of the class that fits is faster by more than 2%"
+    )
     assert f"which happened in {found['wrong']} of {found['runs']} runs here" in found["said"]
     assert [one["layout"] for one in found["tried"]][:2] == [str(first.layout), str(second.layout)]
     assert "valid" in answered("check", "tuning/tuning.json")

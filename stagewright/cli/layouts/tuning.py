@@ -113,9 +113,11 @@ def _begin_or_go_on(
         stack = framework if framework in STACK_MEMORY else None
         problem = given.problem(model, given.fabric(), stack)
         request = asked.request(problem=problem, space=given.space(problem))
+        is_new = not (root / DOCUMENT).exists()
         with interruptible() as stop, progress(f"searching layouts of {model.name}", stop):
             begun = start_in(root, request, stop)
-        if len(begun.candidates) < request.candidates and begun.rest_seconds is not None:
+        is_cut = len(begun.candidates) < request.candidates and begun.rest_seconds is not None
+        if is_new and is_cut:
             warn(
                 f"the time limit of {request.time_limit:g} s ended the search: there are "
                 f"{len(begun.candidates)} candidates (--time-limit)"
