@@ -235,9 +235,9 @@ def _said(tuning: Tuning, standing: Standing, rates_runs: int, rates_wrong: int)
         likely = f"; how likely one is: at most {claim.chance:.0%}" if claim.chance < 1 else ""
         return f"{said}{MARGIN:.0%}{likely}"
     said = (
-        f"stop: no layout of the class that fits is faster by more than {MARGIN:.0%} unless its prices "
-        f"are off by more than {claim.off - 1:.1%}, which happened in {claim.wrong} of "
-        f"{counted(claim.runs, 'run', 'runs')} here, each predicted by the others"
+        f"stop: no layout of the class that fits is faster by more than {MARGIN:.0%} "
+        f"unless its prices are off by more than {claim.off - 1:.1%}, which happened in "
+        f"{claim.wrong} of {counted(claim.runs, 'run', 'runs')} here, each predicted by the others"
     )
     if rates_runs:
         said += (
