@@ -55,6 +55,7 @@ from benchmarks import (
     spp,
     stack_memory,
     stack_memory_titan,
+    tuning,
     two_buffered,
     unequal,
 )
@@ -109,6 +110,7 @@ BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
     "layout_simumax_search": layout_simumax_search.tables,
     "layout_search": layout_search.tables,
     "layout_stages": layout_stages.tables,
+    "tuning": tuning.tables,
     "stack_memory": stack_memory.tables,
     "stack_memory_titan": stack_memory_titan.tables,
 }

@@ -10,6 +10,7 @@ from stagewright.formulations.clusters.allocation_plan import AllocationPlan
 from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.formulations.parallelism.document import LayoutPlan
 from stagewright.formulations.parallelism.profiles.document import ProfiledDocument
+from stagewright.formulations.parallelism.trials import Tuning
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.importers.timed_layers import TimedLayers
 from stagewright.graphs.machines.cluster import Cluster
@@ -34,6 +35,7 @@ DOCUMENTS: dict[str, type] = {
     "plan": PipelinePlan,
     "trace": Trace,
     "layout": LayoutPlan,
+    "tuning": Tuning,
     "layer-profiles": LayerProfiles,
     "profiled-plan": ProfiledDocument,
     "graph": StepGraph,

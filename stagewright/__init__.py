@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         load_profiled_plan,
         save_profiled_plan,
     )
+    from stagewright.formulations.parallelism.trials import Trial, load_tuning, save_tuning
     from stagewright.formulations.plans.plan import load_plan, save_plan
     from stagewright.formulations.prices.analytic import analytic_model
     from stagewright.front.clusters import (
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
         memory,
         profiled_train_plan,
         train_plan,
+        tune,
+        tune_read,
     )
     from stagewright.front.operators import check_placement, divide, place
     from stagewright.front.pipelines import (
@@ -81,17 +84,18 @@ if TYPE_CHECKING:
     from stagewright.solvers.parallelism.space import Space
 
 __all__ = [
-    "Architecture", "Executor", "Fabric", "InputError", "Layout", "Link", "Space", "allocate",
-    "analytic_model", "calibrate", "check", "check_placement", "check_profiled_plan",
-    "check_proofs", "cloud", "compare", "compare_schedules", "diff", "divide", "estimate",
-    "export", "fabric_of_kind", "jobshop", "load_allocation", "load_cluster", "load_graph",
+    "Architecture", "Executor", "Fabric", "InputError", "Layout", "Link", "Space", "Trial",
+    "allocate", "analytic_model", "calibrate", "check", "check_placement", "check_profiled_plan",
+    "check_proofs", "cloud", "compare", "compare_schedules", "diff", "divide", "estimate", "export",
+    "fabric_of_kind", "jobshop", "load_allocation", "load_cluster", "load_graph",
     "load_layer_profiles", "load_layout", "load_market", "load_model", "load_operator_plan",
-    "load_partition_problem", "load_plan", "load_profiled_plan", "load_trace", "load_workload",
-    "memory", "parse_layout", "parse_pool", "partition", "place", "plan", "print_progress",
-    "profiled_problem", "profiled_train_plan", "read_architecture", "rounds", "run_cluster",
-    "save_allocation", "save_cluster", "save_graph", "save_layer_profiles", "save_layout",
-    "save_model", "save_operator_plan", "save_plan", "save_profiled_plan", "schedule", "show",
-    "simulate", "simulate_cluster", "sweep", "train_plan", "training_problem",
+    "load_partition_problem", "load_plan", "load_profiled_plan", "load_trace", "load_tuning",
+    "load_workload", "memory", "parse_layout", "parse_pool", "partition", "place", "plan",
+    "print_progress", "profiled_problem", "profiled_train_plan", "read_architecture", "rounds",
+    "run_cluster", "save_allocation", "save_cluster", "save_graph", "save_layer_profiles",
+    "save_layout", "save_model", "save_operator_plan", "save_plan", "save_profiled_plan",
+    "save_tuning", "schedule", "show", "simulate", "simulate_cluster", "sweep", "train_plan",
+    "training_problem", "tune", "tune_read",
     "uniform_servers", "what_if",
 ]  # fmt: skip
 
@@ -106,12 +110,14 @@ _LAZY = {
         "load_profiled_plan", "save_profiled_plan",
     ),
     "stagewright.formulations.parallelism.layout": ("Layout", "parse_layout"),
+    "stagewright.formulations.parallelism.trials": ("Trial", "load_tuning", "save_tuning"),
     "stagewright.formulations.plans.plan": ("load_plan", "save_plan"),
     "stagewright.front.clusters": (
         "allocate", "cloud", "estimate", "rounds", "run_cluster", "simulate_cluster",
     ),
     "stagewright.front.layouts": (
-        "calibrate", "check_profiled_plan", "memory", "profiled_train_plan", "train_plan",
+        "calibrate", "check_profiled_plan", "memory", "profiled_train_plan", "train_plan", "tune",
+        "tune_read",
     ),
     "stagewright.front.operators": ("check_placement", "divide", "place"),
     "stagewright.graphs.importers.piper": ("load_partition_problem",),

@@ -22,8 +22,9 @@ import csv
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
+from typing import Literal
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
@@ -72,6 +73,25 @@ def read_measured(path: str | os.PathLike[str]) -> tuple[MeasuredIteration, ...]
     if str(path).lower().endswith(".csv"):
         return _rows(path)
     return (_log(path),)
+
+
+def read_outcome(
+    path: str | os.PathLike[str], ended: bool = False
+) -> MeasuredIteration | Literal["out of memory", "crashed"]:
+    """What the log of one run says: its median iteration, or why it has none.
+
+    A run that ``ended`` without an iteration has crashed, whatever its log says. Raises InputError
+    if else the log tells neither.
+    """
+    text = documents.read_text(path)
+    if _TOO_LARGE.search(text):
+        return "out of memory"
+    try:
+        return _log(path)
+    except InputError:
+        if ended or _FAILED.search(text):
+            return "crashed"
+        raise
 
 
 def _rows(path: str | os.PathLike[str]) -> tuple[MeasuredIteration, ...]:
@@ -148,6 +168,18 @@ _LINES = tuple(
     )
 )
 """A line of each kind of log: the step, and a time, parts of it, or a throughput."""
+_PEAK = re.compile(rf"memory \(MB\) \|.*?max reserved: (?P<mb>{_NUMBER})")
+"""What Megatron-LM and Megatron-Bridge log of every rank after the first iterations."""
+_TOO_LARGE = re.compile(
+    r"OutOfMemoryError|(?:CUDA|HIP)(?: error:)? out of memory|cudaErrorMemoryAllocation|"
+    r"oom[-_]kill|Cannot allocate memory",
+    re.IGNORECASE,
+)
+_FAILED = re.compile(
+    r"Traceback \(most recent call last\)|^\w*(?:Error|Exception)\b|ChildFailedError|core dumped|"
+    r"Segmentation fault|exit(?:ed with)? code:?\s+[1-9-]|srun: error|slurmstepd: error",
+    re.MULTILINE,
+)
 _SUMMARY = re.compile(rf"train_samples_per_second\W+(?P<samples>{_NUMBER})")
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
@@ -162,7 +194,7 @@ def _log(path: str | os.PathLike[str]) -> MeasuredIteration:
             if match is not None
         ]
         if found:
-            return _median(path, found)
+            return _with_peak(_median(path, found), lines)
     for number, line in enumerate(lines, 1):
         if (summary := _SUMMARY.search(line)) and _plain(summary["samples"]) > 0:
             samples = _plain(summary["samples"])
@@ -171,6 +203,14 @@ def _log(path: str | os.PathLike[str]) -> MeasuredIteration:
         f"{path}: no line of an iteration as Megatron, NeMo, torchtitan, DeepSpeed or transformers "
         "log it; a table of runs ends in .csv"
     )
+
+
+def _with_peak(run: MeasuredIteration, lines: list[str]) -> MeasuredIteration:
+    """The run with the peak of memory of the fullest rank, where lines of their own have it."""
+    peaks = [_plain(match["mb"]) for match in map(_PEAK.search, lines) if match is not None]
+    if run.memory_bytes is not None or not peaks:
+        return run
+    return replace(run, memory_bytes=2**20 * max(peaks))
 
 
 def _median(

@@ -32,6 +32,8 @@ from stagewright.service.layouts.requests import (
     LayoutSearch,
     LayoutText,
     MemoryRequest,
+    TuneRequest,
+    TuneSearch,
 )
 from stagewright.service.options import Option
 from stagewright.service.requests import Request
@@ -95,6 +97,25 @@ class TrainPlanRequest(ConfiguredRequest, TrainPlanInputs):
     def whole(self) -> LayoutRequest:
         """The search for layouts."""
         return self.layouts_of(self.model())
+
+
+class TuneInputs(TuneSearch, TrainingInputs, MachineInputs, DegreeInputs):
+    """What is asked of the trials of an architecture's layouts."""
+
+    def tune_of(self, architecture: Architecture) -> TuneRequest:
+        """The search for the layouts that are worth a trial."""
+        known = self.framework if self.framework in STACK_MEMORY else None
+        problem = self.problem(architecture, self.fabric(), known)
+        own = {name: getattr(self, name) for name in TuneSearch.model_fields}
+        return TuneRequest.of(**own, problem=problem, space=self.space_of(problem))
+
+
+class TuneModelRequest(ConfiguredRequest, TuneInputs):
+    """Find the layouts of a model that are worth a trial, and the first ones to try."""
+
+    def whole(self) -> TuneRequest:
+        """The search for candidates."""
+        return self.tune_of(self.model())
 
 
 class MemoryInputs(NumberInputs):

@@ -150,6 +150,46 @@ def require_problem(request: "LayoutRequest | MemoryRequest") -> None:
     request.require_problem()
 
 
+class TuneSearch(Request):
+    """What is tried, of any problem."""
+
+    framework: Annotated[str, Option("--for", form="FRAMEWORK")] = "megatron"
+    """What trains: megatron, megatron-bridge, nemo, torchtitan, deepspeed, accelerate, axolotl,
+    trl, transformers, nnscaler."""
+    candidates: int = Field(default=300, ge=1, le=2000)
+    """The most layouts to correct; about all others there is a bound."""
+    parallel: int = Field(default=1, ge=1, le=64)
+    """Trials at the same time, on as many groups of machines."""
+    time_limit: float = 60.0
+    """Time limit of the search in seconds."""
+
+
+class TuneRequest(TuneSearch):
+    """Find the layouts that are worth a trial, and the first ones to try."""
+
+    problem: TrainingProblem
+    space: Space = Space()
+
+    @model_validator(mode="after")
+    def _require_launches(self) -> Self:
+        if self.framework == "plan":
+            raise InputError(
+                "framework plan has no launch files to try: use stagewright run and compare"
+            )
+        self.layouts()
+        return self
+
+    def layouts(self) -> LayoutRequest:
+        """The search for the candidates."""
+        return LayoutRequest.of(
+            problem=self.problem,
+            space=replace(self.space, uneven=False),
+            framework=self.framework,
+            time_limit=self.time_limit,
+            by_stage=False,
+        )
+
+
 class RankMemoryAnswer(Answer):
     """Peak bytes of the ranks at one position in the pipeline, by kind."""
 

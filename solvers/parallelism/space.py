@@ -155,7 +155,8 @@ class Space:
     software has; ``offload`` are layouts with activations of the fewest blocks in host memory with
     which they fit, where the software can. With ``partial``, full recomputation is of the fewest
     blocks of every stage with which a layout fits, else of all. Sequence parallelism ``always`` is
-    wherever the tokens of a rank can be divided.
+    wherever the tokens of a rank can be divided. Without ``uneven`` stages are nearly even, as of
+    all but few of the fastest layouts.
     """
 
     pipeline: tuple[int, ...] | None = None
@@ -172,6 +173,7 @@ class Space:
     zero: tuple[int, ...] = (0, 1, 2, 3)
     offload: tuple[bool, ...] = (False,)
     placements: tuple[Placement, ...] = get_args(Placement)
+    uneven: bool = True
 
     def __post_init__(self) -> None:
         for name in ("pipeline", "tensor", "context", "expert", "data", "microbatch"):
@@ -197,11 +199,11 @@ class Space:
                 limited.append(f"{'' if value == 'any' else value + ' '}sequence parallelism")
             elif one.name == "offload" and value != one.default:
                 limited.append("the optimizer's state on the device or in host memory")
-            elif one.name != "partial" and value != one.default:
+            elif one.name not in ("partial", "uneven") and value != one.default:
                 limited.append(f"{one.name.replace('_', ' ')} of {', '.join(map(str, value))}")
         if OFFLOAD in self.recompute:
             limited.append("activations of as few blocks in host memory, if the software can")
-        return "; ".join(limited)
+        return "; ".join((*limited, *(() if self.uneven else ("nearly even stages",))))
 
     def features(self, problem: TrainingProblem) -> tuple[Feature, ...]:
         """The features that layouts of the space may have, of those not every set has measured."""

@@ -179,6 +179,8 @@ class Tree:
 
     def _postpone(self, choice: Choice) -> None:
         """The divisions that are not nearly even, which are seldom the best, for later."""
+        if not self.space.uneven:
+            return
         others = self._divisions(choice.bounds.family.left)[1]
         bound = least_seconds(choice, others)
         order = np.argsort(bound, kind="stable")

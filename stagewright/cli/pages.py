@@ -17,7 +17,7 @@ PANELS: dict[str, dict[str, str]] = {
     },
     "Training of transformers": {
         "train-plan": "layouts.layouts", "memory": "layouts.layouts", "rates": "layouts.rates",
-        "calibrate": "layouts.rates", "anchor": "layouts.rates",
+        "tune": "layouts.tuning", "calibrate": "layouts.rates", "anchor": "layouts.rates",
     },
     "Scheduling problems": {
         "partition": "schedules.problems", "divide": "schedules.problems",
@@ -79,6 +79,11 @@ EXAMPLES: dict[str, str] = {
         stagewright memory layout.json --png memory.png
         stagewright memory config.json --layout "p8 t8 d2 b1 full" \\
             --sequence 4096""",
+    "tune": """
+        stagewright tune config.json --device h100 --gpus 64 \\
+            --global-batch 512 --sequence 4096 --for megatron -o tuning
+        stagewright tune read tuning
+        stagewright tune tuning --launch 'sbatch --wait {script}'""",
     "rates": "stagewright rates megatron-h100-26.06 --png rates.png",
     "calibrate": """
         stagewright calibrate runs.csv --config config.json --device h100 \\

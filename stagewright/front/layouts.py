@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from stagewright.formulations.parallelism.profiles.document import ProfiledDocument
     from stagewright.formulations.parallelism.profiles.pipelines import ProfiledProblem
     from stagewright.formulations.parallelism.training import TrainingProblem
+    from stagewright.formulations.parallelism.trials import Trial, Tuning
     from stagewright.graphs.models.architecture import Architecture
     from stagewright.service.layouts.calibrating import CalibrateAnswer
     from stagewright.service.layouts.profiled import ProfiledAnswer
     from stagewright.service.layouts.requests import LayoutAnswer, LayoutMemoryAnswer
+    from stagewright.service.layouts.tuning import TuneAnswer
     from stagewright.solvers.parallelism.space import Space
 
 
@@ -232,6 +234,83 @@ def _read(options: dict[str, Any]) -> dict[str, Any]:
     if isinstance(found.get("cluster"), str | PathLike):
         found["cluster"] = load_cluster(found["cluster"])
     return found
+
+
+def tune(
+    problem: "TrainingProblem",
+    space: "Space | None" = None,
+    *,
+    framework: str = "megatron",
+    candidates: int = 300,
+    parallel: int = 1,
+    time_limit: float = 60.0,
+    stop: StopToken | None = None,
+) -> "TuneAnswer":
+    """Find the layouts that are worth a trial on the machines, and the first ones to try.
+
+    Parameters
+    ----------
+    problem
+        See :func:`training_problem`; give it the framework too.
+    space
+        The layouts to consider; None for all that the model, the batch and the devices allow.
+    framework
+        What trains.
+    candidates
+        The most layouts to correct; about all others there is a bound.
+    parallel
+        Trials at the same time.
+    time_limit
+        Of the search, in seconds.
+    stop
+        Ends the search once it is set; the candidates are then those found so far.
+
+    Returns
+    -------
+    TuneAnswer
+        ``next`` are the layouts to try; ``document`` (see :func:`save_tuning`) is the tuning, for
+        :func:`tune_read`.
+
+    Raises
+    ------
+    InputError
+        If no layout obeys the rules of the model, the batch and the devices, or may fit.
+    """
+    fields = fields_of(locals(), "stop")
+    from stagewright.service.layouts.requests import TuneRequest
+    from stagewright.service.layouts.tuning import tune as first
+    from stagewright.solvers.parallelism.space import Space
+
+    return first(TuneRequest.of(**fields | {"space": space or Space()}), stop)
+
+
+def tune_read(
+    tuning: "Tuning", trials: "tuple[Trial, ...]" = (), *, parallel: int = 1
+) -> "TuneAnswer":
+    """Add trials to a tuning, and say what they tell: the best, what may still win, what is next.
+
+    Parameters
+    ----------
+    tuning
+        The ``document`` of an earlier answer, or see :func:`load_tuning`.
+    trials
+        Runs of layouts: seconds, or that one ran out of memory or crashed.
+    parallel
+        Trials at the same time.
+
+    Returns
+    -------
+    TuneAnswer
+        With ``stop``, no other layout is worth a trial; ``said`` says why.
+
+    Raises
+    ------
+    InputError
+        If trials contradict each other, or a layout breaks a rule of the problem.
+    """
+    from stagewright.service.layouts.tuning import TuneReadRequest, read_trials
+
+    return read_trials(TuneReadRequest.of(tuning=tuning, trials=trials, parallel=parallel))
 
 
 def profiled_train_plan(

@@ -410,7 +410,7 @@ TABLE = re.compile("^ .*\\S", re.MULTILINE)
 
 def test_tables_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """No line is longer, and no word, heading or figure is broken or lost."""
-    asked = (*PLAN, "-o", "layout.json", *FOUR, "--top", 12)
+    asked = (*PLAN, "-o", "layout.json", *FOUR, "--alike", "--chunks", 2, "--top", 12)
     found = answered_json(*asked)
     ranks = answered_json("memory", "layout.json")["ranks"]
     for width in ("80", "200"):
@@ -430,7 +430,7 @@ def test_tables_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tokens_per_second_and_days() -> None:
-    asked = (*PLAN, *FOUR, "--alike")
+    asked = (*PLAN, *FOUR, "--alike", "--chunks", 1)
     found = answered_json(*asked, "--tokens", "15e12")
     for row in found["rows"]:
         assert row["tokens_per_second"] == pytest.approx(32 * 2048 / row["seconds"])

@@ -1,7 +1,9 @@
 """The pages' commands run, and what the README and the pages link to is there."""
 
+import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,6 +68,7 @@ def test_commands_of_a_page_run(
     for file in made.iterdir():
         shutil.copy(file, tmp_path)
     monkeypatch.delenv("COLUMNS", raising=False)  # the width without a terminal
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     monkeypatch.chdir(tmp_path)
     printed = execute(SCRIPTS[page])
     assert require_schemas(tmp_path) >= {"model", "cluster", "plan", *WRITTEN.get(page.stem, ())}

@@ -87,7 +87,7 @@ DOCUMENT = {
 SMALLEST = {
     json.loads(text)["format"]: text for text in sorted(DOCUMENT.values(), key=len, reverse=True)
 }
-OF_PAGES = {"layout", "profiled-plan", "operators"}  # commands in the documentation write them
+OF_PAGES = {"layout", "profiled-plan", "operators", "tuning"}  # commands of pages write them
 
 
 @pytest.fixture(params=DOCUMENT.values(), ids=DOCUMENT)

@@ -5,7 +5,11 @@ from pathlib import Path
 import pytest
 
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.importers.measured_runs import read_measured
+from stagewright.graphs.importers.measured_runs import (
+    MeasuredIteration,
+    read_measured,
+    read_outcome,
+)
 
 MEGATRON = (
     " [2025-11-20 10:00:{0}] iteration {0:8d}/     500 | consumed samples: 512 | elapsed time per "
@@ -135,3 +139,30 @@ def test_what_is_wrong_is_named_by_its_line(
     (tmp_path / name).write_text(text)
     with pytest.raises(InputError, match=wrong):
         read_measured(tmp_path / name)
+
+
+def test_runs_without_a_time_are_answers_too(tmp_path: Path) -> None:
+    log = tmp_path / "run.log"
+    iterations = "".join(
+        f"iteration {i}/ 20 | elapsed time per iteration (ms): 900.0 | lm loss: 1.0 |\n"
+        for i in range(1, 5)
+    )
+    for text, outcome in (
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", "out of memory"),
+        (f"{iterations}RuntimeError: CUDA error: out of memory", "out of memory"),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=1.0", "out of memory"),
+        ("Traceback (most recent call last):\n  ...\nKeyError: 'DATA'", "crashed"),
+        ("torch.distributed.elastic.multiprocessing.errors.ChildFailedError:", "crashed"),
+    ):
+        log.write_text(text)
+        assert read_outcome(log) == outcome, text
+    log.write_text("it has begun\n")
+    assert read_outcome(log, ended=True) == "crashed"
+    with pytest.raises(InputError, match="no line of an iteration"):
+        read_outcome(log)
+    peaks = "[Rank {}] (after 2 iterations) memory (MB) | allocated: 9.0 | max allocated: 9.5 | "
+    ranks = "".join(f"{peaks}max reserved: {1000 + 10 * r}.0\n".format(r) for r in (0, 8))
+    log.write_text(ranks + iterations)
+    found = read_outcome(log)
+    assert isinstance(found, MeasuredIteration)
+    assert (found.seconds, found.memory_bytes) == (0.9, 2**20 * 1080)

@@ -289,7 +289,7 @@ def test_nothing_is_found_where_nothing_fits_or_is_faster(case) -> None:
     assert divided(problem, base, math.inf, below) == Divided(None, below)
 
 
-@examples(60, phases=UNSHRUNK)
+@examples(60, quick=4, phases=UNSHRUNK)
 @given(based())
 def test_bounds_are_not_above_the_best_division(case) -> None:
     problem, base = case

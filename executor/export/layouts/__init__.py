@@ -48,12 +48,14 @@ def export_layout(
     to: str,
     names: Sequence[str] | None = None,
     options: FormatOptions | None = None,
+    short: bool = False,
 ) -> dict[str, str]:
     """The texts of the files of ``layout`` in the format ``to``, by file name, with launch scripts.
 
-    ``names`` are those of the layers in the module that is run, only for a plan. Raises InputError
-    if the format is unknown or takes no names, the layout breaks a rule of the problem, or the
-    format cannot express one of its features.
+    ``names`` are those of the layers in the module that is run, only for a plan. A ``short`` run
+    only measures: few iterations, every one logged, nothing saved. Raises InputError if the format
+    is unknown or takes no names, the layout breaks a rule of the problem, or the format cannot
+    express one of its features.
     """
     if to not in EVERY_FORMAT:
         raise InputError(f"--to {to!r} is not known; there are {', '.join(EVERY_FORMAT)}")
@@ -65,7 +67,9 @@ def export_layout(
     if names is not None:
         return plan.documents(problem, layout, names)
     files = EVERY_FORMAT[to].files(problem, layout)
-    return files if to == PLAN else files | launch_files(to, problem, options or FormatOptions())
+    if to == PLAN:
+        return files
+    return files | launch_files(to, problem, options or FormatOptions(), short)
 
 
 def require_framework(to: str, problem: TrainingProblem, layout: Layout | None = None) -> None:
@@ -90,9 +94,16 @@ _HEAD = """\
 """
 
 
-def launch_files(to: str, problem: TrainingProblem, options: FormatOptions) -> dict[str, str]:
-    """The script of a rank, which begins with what the user must add, and those that start it."""
+def launch_files(
+    to: str, problem: TrainingProblem, options: FormatOptions, short: bool = False
+) -> dict[str, str]:
+    """The script of a rank, which begins with what the user must add, and those that start it.
+
+    A ``short`` run only measures: few iterations, every one logged, nothing saved.
+    """
     of = described(to)
+    if short:
+        of = of | of.get("short", {})
     count, each = nodes(problem)
     launch = launchers.Launch(
         problem.architecture.name,
@@ -102,7 +113,8 @@ def launch_files(to: str, problem: TrainingProblem, options: FormatOptions) -> d
         tuple(of["add"]),
     )
     asked = "".join(f': "${{{name}:?{what}}}"\n' for name, what in of["add"].items())
-    files = {SCRIPT: f"{_HEAD}{asked}set -euo pipefail\n{of['start'].strip()}\n"}
+    start = of["start"].strip().replace("VOCABULARY", str(problem.architecture.vocabulary))
+    files = {SCRIPT: f"{_HEAD}{asked}set -euo pipefail\n{start}\n"}
     for write in LAUNCHERS:
         files |= write(launch)
     return files

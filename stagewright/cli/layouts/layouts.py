@@ -105,16 +105,16 @@ def _request(given: TrainPlanOptions, config: Path, on_line: Collection[str]) ->
     """The search for the layouts of a configuration, or of the run that one has."""
     front = given.front or given.png is not None
     if given.run is None:
-        return given.layouts_of(_read_model(config, given.sequence), front=front)
+        return given.layouts_of(read_model(config, given.sequence), front=front)
     run, given = _with_run(given, given.run, on_line)
     if given.explain is not None:
         raise InputError("--explain: the run of --from is explained; leave one of them out")
     model = run.architecture if given.config is None else None
-    architecture = model or _read_model(config, given.sequence)
+    architecture = model or read_model(config, given.sequence)
     return given.layouts_of(architecture, front=front, explain=run.layout)
 
 
-def _read_model(config: Path, sequence: int | None) -> "Architecture":
+def read_model(config: Path, sequence: int | None) -> "Architecture":
     """The architecture of a configuration; a warning if samples are longer than the model's."""
     from stagewright.graphs.importers.hf_config import read_most_positions
     from stagewright.service.architectures import read_architecture
@@ -192,7 +192,7 @@ def memory(command_line: typer.Context, given: MemoryOptions) -> int:
         request = ask(MemoryRequest, problem=plan.problem, layout=plan.layout)
     else:
         with spelling(MemoryOptions):
-            request = given.memory_of(_read_model(file, given.sequence))
+            request = given.memory_of(read_model(file, given.sequence))
     answer = find(LayoutMemoryAnswer, request, f"memory of {file.name}", given.server)
     if given.png is not None:
         from stagewright.executor.drawing.charts.memory_bars import memory_png

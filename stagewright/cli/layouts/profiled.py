@@ -283,6 +283,25 @@ def _print_checked(
     return 1 if answer.violations else 0
 
 
+def check_tuning(path: Path, as_json: bool) -> int:
+    """Compute a tuning's predictions and claim again, and print what differs; exit code 1 if any.
+
+    The search that proved the bound on all other layouts is not run again.
+    """
+    from stagewright.formulations.parallelism.trials import load_tuning, violations
+    from stagewright.service.layouts.requests import CheckLayoutAnswer
+    from stagewright.solvers.parallelism.tree import compiled_walk
+
+    found = violations(load_tuning(path), compiled_walk())
+    answer = CheckLayoutAnswer(status="invalid" if found else "valid", violations=found)
+    if as_json:
+        print_answer(answer)
+    else:
+        said = "valid; the search behind its bound is not run again: tune does"
+        say(*(f"{path}: {one}" for one in found or (said,)))
+    return 1 if found else 0
+
+
 def is_layout(path: Path) -> bool:
     """Whether a file is a layout; a folder with a config.json, or a model by name, is not."""
     from stagewright.formulations.parallelism.document import FORMAT

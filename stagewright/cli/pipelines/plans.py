@@ -19,7 +19,7 @@ from stagewright.cli.console import (
     tell_drawn,
     tell_invalid,
 )
-from stagewright.cli.layouts.profiled import check_layout, check_profiled, is_layout
+from stagewright.cli.layouts.profiled import check_layout, check_profiled, check_tuning, is_layout
 from stagewright.cli.options import Printed, Threaded, threads_of
 from stagewright.cli.outputs import Writes, is_document
 from stagewright.cli.pipelines.planning import print_plan
@@ -48,20 +48,30 @@ class CheckOptions(Printed, Threaded):
     """Cluster file."""
 
 
+def _own_check(plan: Path) -> Callable[[Path, bool], int] | None:
+    """What checks a document that has its model and machines in it."""
+    if is_layout(plan):
+        return check_layout
+    if is_document(plan, "tuning"):
+        return check_tuning
+    return check_profiled if is_document(plan, "profiled-plan") else None
+
+
 @command(without="seed")
 def check(asked: Asked[CheckRequest], given: CheckOptions) -> int:
     """Check a plan against all rules and verify its bounds; exit code 1 if one fails.
 
-    What train-plan wrote has its model and machines in it; all other plans need both files.
+    What train-plan and tune wrote has its model and machines in it; other plans need both files.
     """
     from stagewright.service.pipelines.plans import check as check_plan
 
     plan, proofs = asked.given["plan"], asked.given["proofs"]
     model, cluster = given.chain, given.cluster
-    if is_layout(plan) or is_document(plan, "profiled-plan"):
+    own = _own_check(plan)
+    if own is not None:
         if model is not None or cluster is not None or proofs:
             raise InputError(f"{plan} needs no --model, --cluster or --proofs: leave them out")
-        return (check_layout if is_layout(plan) else check_profiled)(plan, given.as_json)
+        return own(plan, given.as_json)
     if model is None or cluster is None:
         raise InputError("--model and --cluster are needed: the files that were planned")
     if is_document(plan, "operators"):
