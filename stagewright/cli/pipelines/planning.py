@@ -200,7 +200,8 @@ def _out_of_order(asked: Asked[PlanRequest], given: PlanOptions) -> OutOfOrder |
 def _print(chain: "Chain", answer: "PlanAnswer") -> None:
     _print_result(chain, answer.result)
     _print_exports(answer)
-    if chain.source.startswith("analytic") and "attention" in chain.source:
+    is_transformer = chain.source.startswith("analytic") and "attention" in chain.source
+    if is_transformer and answer.status is not Status.INTERRUPTED:
         others = "searches tensor, data, context and expert degrees too"
         if answer.result.status is Status.INFEASIBLE:
             others = "may find what fits: it divides layers, recomputes and shards the optimizer"
