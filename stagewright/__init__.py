@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from stagewright.formulations.clusters.allocation_plan import load_allocation, save_allocation
     from stagewright.formulations.operators.plan import load_operator_plan, save_operator_plan
     from stagewright.formulations.parallelism.document import load_layout, save_layout
+    from stagewright.formulations.parallelism.goodput import Failures
     from stagewright.formulations.parallelism.profiles.document import (
         load_profiled_plan,
         save_profiled_plan,
@@ -69,16 +70,16 @@ if TYPE_CHECKING:
     from stagewright.service.layouts.problems import profiled_problem, training_problem
 
 __all__ = [
-    "Executor", "InputError", "Link", "allocate", "analytic_model", "check", "check_placement",
-    "check_profiled_plan", "check_proofs", "cloud", "compare", "compare_schedules", "diff",
-    "divide", "estimate", "export", "jobshop", "load_allocation", "load_cluster", "load_graph",
-    "load_layer_profiles", "load_layout", "load_market", "load_model", "load_operator_plan",
-    "load_partition_problem", "load_plan", "load_profiled_plan", "load_trace", "load_workload",
-    "parse_pool", "partition", "place", "plan", "print_progress", "profiled_problem",
-    "profiled_train_plan", "rounds", "run_cluster", "save_allocation", "save_cluster",
-    "save_graph", "save_layer_profiles", "save_layout", "save_model", "save_operator_plan",
-    "save_plan", "save_profiled_plan", "schedule", "show", "simulate", "simulate_cluster",
-    "sweep", "train_plan", "training_problem", "uniform_servers", "what_if",
+    "Executor", "Failures", "InputError", "Link", "allocate", "analytic_model", "check",
+    "check_placement", "check_profiled_plan", "check_proofs", "cloud", "compare",
+    "compare_schedules", "diff", "divide", "estimate", "export", "jobshop", "load_allocation",
+    "load_cluster", "load_graph", "load_layer_profiles", "load_layout", "load_market", "load_model",
+    "load_operator_plan", "load_partition_problem", "load_plan", "load_profiled_plan", "load_trace",
+    "load_workload", "parse_pool", "partition", "place", "plan", "print_progress",
+    "profiled_problem", "profiled_train_plan", "rounds", "run_cluster", "save_allocation",
+    "save_cluster", "save_graph", "save_layer_profiles", "save_layout", "save_model",
+    "save_operator_plan", "save_plan", "save_profiled_plan", "schedule", "show", "simulate",
+    "simulate_cluster", "sweep", "train_plan", "training_problem", "uniform_servers", "what_if",
 ]  # fmt: skip
 
 # Loaded on first use, so that ``import stagewright`` is fast.
@@ -88,6 +89,7 @@ _LAZY = {
     "stagewright.formulations.clusters.allocation_plan": ("load_allocation", "save_allocation"),
     "stagewright.formulations.operators.plan": ("load_operator_plan", "save_operator_plan"),
     "stagewright.formulations.parallelism.document": ("load_layout", "save_layout"),
+    "stagewright.formulations.parallelism.goodput": ("Failures",),
     "stagewright.formulations.parallelism.profiles.document": (
         "load_profiled_plan", "save_profiled_plan",
     ),

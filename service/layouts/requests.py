@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from stagewright.formulations.forms.answers import Limits, Status, require_limits
 from stagewright.formulations.parallelism.document import LayoutPlan
+from stagewright.formulations.parallelism.goodput import Failures
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
 from stagewright.formulations.parallelism.ranges import Fits, unmeasured
 from stagewright.formulations.parallelism.training import TrainingProblem
@@ -53,6 +54,10 @@ class LayoutRequest(Request):
     divide samples or their tokens."""
     tokens: float | None = Field(default=None, ge=1, le=1e18, allow_inf_nan=False)
     """Tokens of the whole training, such as 15e12: how many days it takes."""
+    failures: Failures | None = None
+    """How often devices fail: rank layouts by their time with failures."""
+    simulations: Annotated[int, Option("--simulate", form="N")] = Field(default=0, ge=0, le=1000)
+    """Simulate so many runs of the best layout with failures, as a check of its goodput."""
 
     @model_validator(mode="after")
     def _require_limit(self) -> Self:
@@ -69,6 +74,14 @@ class LayoutRequest(Request):
             raise InputError(
                 f"framework {name!r} is not known; there are {', '.join(EVERY_FORMAT)}{hint}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _require_failures(self) -> Self:
+        if self.simulations and (self.simulations == 1 or self.failures is None):
+            raise InputError("simulations must be 2 or more, of runs with failures")
+        if self.failures is not None:
+            self.failures.require_host(self.problem.fabric)
         return self
 
     @property
@@ -139,7 +152,8 @@ class LayoutRow(Answer):
     Measured seconds and bytes are expected between ``..._low`` and ``..._high``; ``fits`` is "yes"
     or "no" if the device's memory is above or below that range of bytes. ``loses_by`` is the
     largest loss against the best, in words; ``alike`` are layouts that were evaluated too and are
-    folded into this one.
+    folded into this one. ``effective_seconds`` are those of an iteration with failures, of which
+    the share ``goodput`` trains; None without failures.
     """
 
     layout: str
@@ -164,6 +178,8 @@ class LayoutRow(Answer):
     loses_by: str
     tokens_per_second: float
     alike: tuple[str, ...] = ()
+    goodput: float | None = None
+    effective_seconds: Finite = None
 
 
 class PartAnswer(Answer):
@@ -260,8 +276,56 @@ class RefinedAnswer(Answer):
     wall_seconds: float
 
 
+class SmallerAnswer(Answer):
+    """The fastest layout with so many ``servers`` too few, and the seconds of its iteration."""
+
+    servers: int
+    layout: str
+    seconds: float
+
+
+class GoodputAnswer(Answer):
+    """What failures leave of the best layout.
+
+    No layout of ``plan_class`` takes less than ``bound_effective_seconds`` for an iteration with
+    failures. ``goodput``, ``stopped`` (for checkpoints), ``lost`` (work done again), ``restarting``
+    and ``away`` (servers: waiting, or training slower) are shares of time that add up to 1.
+    Checkpoints come every ``iterations``, ``interval_seconds``; ``other_goodput`` is with the other
+    kind of checkpoints. Without ``smaller`` layouts the run waits for servers. With 95 % confidence
+    the mean of simulated runs is between ``simulated_low`` and ``simulated_high``.
+    """
+
+    goodput: float
+    effective_seconds: Finite
+    bound_effective_seconds: Finite
+    gap: Finite
+    proved_by: str
+    plan_class: str
+    stopped: float
+    lost: float
+    restarting: float
+    away: float
+    mean_seconds: float
+    checkpoint_bytes: float
+    stop_seconds: float
+    write_seconds: float
+    restart_seconds: float
+    iterations: int
+    interval_seconds: float
+    young_seconds: float
+    daly_seconds: float
+    exact_seconds: float
+    other_goodput: float | None
+    smaller: tuple[SmallerAnswer, ...]
+    simulated_low: float | None
+    simulated_high: float | None
+
+
 class LayoutAnswer(Answer):
     """The best layouts by time, with a bound on every layout of the space that fits.
+
+    With failures rows, plan, status and ``fastest_rows`` are by ``effective_seconds``, whose bound
+    is in ``failures``; ``bound_seconds`` and ``gap`` are of an iteration without failures.
 
     The times rest on ``rates``, and so does ``bound_seconds``; ``bound_fastest_seconds`` is the
     bound on a machine as fast as the fastest measured. ``surest`` is the fastest layout with known
@@ -293,6 +357,7 @@ class LayoutAnswer(Answer):
     remarks: tuple[str, ...] = ()
     reason: str | None = None
     training_days: float | None = None
+    failures: GoodputAnswer | None = None
     examined: int
     wall_seconds: float
     plan: Annotated[LayoutPlan | None, CARRIED] = None

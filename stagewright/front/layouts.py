@@ -6,6 +6,7 @@ from stagewright.formulations.forms.answers import StopToken
 from stagewright.front import fields_of
 
 if TYPE_CHECKING:
+    from stagewright.formulations.parallelism.goodput import Failures
     from stagewright.formulations.parallelism.layout import Layout
     from stagewright.formulations.parallelism.profiles.document import ProfiledDocument
     from stagewright.formulations.parallelism.profiles.pipelines import ProfiledProblem
@@ -28,6 +29,8 @@ def train_plan(
     what_if: bool = False,
     unfolded: bool = False,
     tokens: float | None = None,
+    failures: "Failures | None" = None,
+    simulations: int = 0,
     time_limit: float = 60.0,
     stop: StopToken | None = None,
 ) -> "LayoutAnswer":
@@ -57,6 +60,10 @@ def train_plan(
         divide samples or their tokens.
     tokens
         Of the whole training: the answer has its days.
+    failures
+        How often devices fail (:class:`Failures`): rank layouts by their time with failures.
+    simulations
+        Simulate so many runs of the best layout with failures, as a check of its goodput.
     time_limit
         Of the search, in seconds.
     stop

@@ -5,7 +5,7 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from stagewright.cli.console import out, percent, print_table, say
-from stagewright.graphs.documents.units import format_bytes, format_seconds
+from stagewright.graphs.documents.units import format_bytes, format_duration, format_seconds
 from stagewright.graphs.models.traits import said_parameters
 
 _ROUNDING_SECONDS = 1e-8
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from stagewright.formulations.parallelism.training import TrainingProblem
     from stagewright.service.layouts.requests import (
         ExplainAnswer,
+        GoodputAnswer,
         LayoutAnswer,
         LayoutMemoryAnswer,
         LayoutRow,
@@ -74,6 +75,7 @@ def _said(name: str, problem: "TrainingProblem", answer: "LayoutAnswer") -> Iter
         )
     interrupted = answer.status == "interrupted"
     proof = "not proved: interrupted" if interrupted else f"{answer.status} by the model"
+    proof += "" if answer.failures is None else ", with failures"
     yield (
         f"{name} on {problem.fabric.devices} {problem.fabric.device}: "
         f"{format_seconds(best.seconds)} per iteration ({proof}), bound "
@@ -91,9 +93,12 @@ def _said(name: str, problem: "TrainingProblem", answer: "LayoutAnswer") -> Iter
         if one.seconds < best.seconds:
             yield f"faster, with blocks by stage: {format_seconds(one.seconds)}, {one.layout}"
     days = answer.training_days
+    with_ = "without interruptions" if answer.failures is None else "with failures"
     yield f"{best.tokens_per_second:,.0f} tokens/s" + (
-        "" if days is None else f"; all tokens take {days:,.1f} days without interruptions"
+        "" if days is None else f"; all tokens take {days:,.1f} days {with_}"
     )
+    if answer.failures is not None:
+        yield from _said_failures(answer.failures)
     if answer.fastest_rows < len(answer.rows) and not interrupted:
         many = (
             f"the first {answer.fastest_rows} of the table are"
@@ -156,12 +161,14 @@ def _is_narrow() -> bool:
 
 def _print_rows(rows: "tuple[LayoutRow, ...]") -> None:
     """The best layouts: in one table, or on a narrow terminal in two by the same numbers."""
+    head = _HEAD if rows[0].goodput is None else _FAILING
     if not _is_narrow():
-        print_table(_HEAD, map(_cells, rows))
+        print_table(head, map(_cells, rows))
         return
-    for columns in ((0, 1, 2, 4), (3, 5, 6, 7, 8)):
+    tables = ((0, 1, 2, 4), (3, 5, 6, 7, 8)) if head is _HEAD else ((0, 1, 2, 3), (4, 5, 6))
+    for columns in tables:
         print_table(
-            ("#", *(_HEAD[one] for one in columns)),
+            ("#", *(head[one] for one in columns)),
             [
                 (str(number), *(_cells(row)[one] for one in columns))
                 for number, row in enumerate(rows, 1)
@@ -174,19 +181,92 @@ _HEAD = (
     "<layout", "time", "MFU", "TFLOP/s", "memory", "weights", "optimizer", "activations",
     "<loses by",
 )  # fmt: skip
+_FAILING = ("<layout", "time", "with failures", "goodput", "MFU", "memory", "<loses by")
 
 
 def _cells(one: "LayoutRow") -> tuple[str, ...]:
+    memory, time = one.memory, format_seconds(one.seconds)
+    total, mfu = format_bytes(memory.total_bytes), f"{one.mfu:.1%}"
+    if one.goodput is not None:
+        effective = _effective(one.effective_seconds)
+        return one.layout, time, effective, f"{one.goodput:.2%}", mfu, total, one.loses_by
     return (
         one.layout,
-        format_seconds(one.seconds),
-        f"{one.mfu:.1%}",
+        time,
+        mfu,
         f"{one.flops_per_device / 1e12:.0f}",
-        format_bytes(one.memory.total_bytes),
-        format_bytes(one.memory.weights_bytes + one.memory.gradients_bytes),
-        format_bytes(one.memory.optimizer_bytes),
-        format_bytes(one.memory.activations_bytes + one.memory.buffers_bytes),
+        total,
+        format_bytes(memory.weights_bytes + memory.gradients_bytes),
+        format_bytes(memory.optimizer_bytes),
+        format_bytes(memory.activations_bytes + memory.buffers_bytes),
         one.loses_by,
+    )
+
+
+def _effective(seconds: float | None) -> str:
+    """Seconds of an iteration with failures, None if it is never complete."""
+    return "never" if seconds is None else format_seconds(seconds)
+
+
+def _failing(row: "LayoutRow") -> Iterator[str]:
+    if row.goodput is not None:
+        effective = _effective(row.effective_seconds)
+        yield f"with failures: {effective} per iteration, goodput {row.goodput:.2%}"
+
+
+def _said_failures(answer: "GoodputAnswer") -> Iterator[str]:
+    """What failures leave of the best layout, and why."""
+    yield (
+        f"with failures: {_effective(answer.effective_seconds)} per iteration, goodput "
+        f"{answer.goodput:.2%}; bound {_effective(answer.bound_effective_seconds)} by "
+        f"{answer.proved_by}, gap {percent(answer.gap)}"
+    )
+    shares = {
+        "training at full speed": answer.goodput,
+        "stopped for checkpoints": answer.stopped,
+        "work done again": answer.lost,
+        "restarts": answer.restarting,
+        "servers away": answer.away,
+    }
+    yield "of the time: " + ", ".join(f"{part} {share:.2%}" for part, share in shares.items())
+    intervals = {
+        "Young": answer.young_seconds,
+        "Daly": answer.daly_seconds,
+        "exact": answer.exact_seconds,
+    }
+    of = ", ".join(f"{name} {format_duration(one)}" for name, one in intervals.items())
+    written = f", and is written {format_duration(answer.write_seconds)} later"
+    yield (
+        f"a checkpoint of {format_bytes(answer.checkpoint_bytes)} every {answer.iterations} "
+        f"iterations, {format_duration(answer.interval_seconds)} ({of}); it stops the run for "
+        f"{format_duration(answer.stop_seconds)}{written if answer.write_seconds else ''}"
+    )
+    other = "blocking" if answer.write_seconds else "asynchronous"
+    yield (
+        f"a failure every {format_duration(answer.mean_seconds)}, "
+        f"{format_duration(answer.restart_seconds)} to restart"
+        + (
+            ""
+            if answer.other_goodput is None
+            else f"; {answer.other_goodput:.2%} with {other} checkpoints"
+        )
+    )
+    if answer.away:
+        yield "with servers too few " + (
+            "; ".join(
+                f"{one.servers}: {one.layout}, {format_seconds(one.seconds)}"
+                for one in answer.smaller
+            )
+            or "the run waits"
+        )
+    if answer.simulated_low is not None:
+        yield (
+            f"simulated: a mean goodput of {answer.simulated_low:.2%} to "
+            f"{answer.simulated_high:.2%}, with 95 % confidence"
+        )
+    yield (
+        "assumed: failures and repairs are independent and exponential; ranks with equal states "
+        "write an equal part each; asynchronous writes do not slow the run"
     )
 
 
@@ -253,6 +333,7 @@ def _print_explained(one: "ExplainAnswer", limit: float) -> None:
             bytes_in_range(one.row, limit),
             f"in all {format_seconds(one.row.seconds)}, {_expected(one.row)}"
             + (f"; {rank}" if rank else ""),
+            *_failing(one.row),
         )
     print_shortages(one.shortages)
 
