@@ -5,15 +5,18 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from commands import answered, answered_json, refused, rewrite, run
 
+import stagewright
 from stagewright.cli import interruptible
 from stagewright.cli.layouts import layouts
 from stagewright.formulations.parallelism.document import load_layout, violations
 from stagewright.formulations.parallelism.layout import parse_layout
+from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.parallelism.refining import work_alike
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -484,6 +487,31 @@ def test_an_interrupted_search_answers_with_a_layout(monkeypatch: pytest.MonkeyP
     assert found["rows"][0]["seconds"] >= best * (1 - 1e-9)
     assert violations(load_layout("layout.json")) == ()
     assert "(not proved: interrupted), bound" in answered(*PLAN)
+
+
+def test_two_layouts_are_compared() -> None:
+    answered(*PLAN, *FOUR, "--alike", "-o", "four.json")
+    answered(*PLAN, "--pipeline", 1, "--zero", "2,3", "--alike", "-o", "one.json")
+    found = answered_json("diff", "four.json", "one.json")
+    first, second = load_layout("four.json"), load_layout("one.json")
+    whole = found["iteration"]
+    for name, plan in (("first", first), ("second", second)):
+        assert whole[f"{name}_seconds"] == pytest.approx(plan.iteration_seconds)
+        parts = sum(part[f"{name}_seconds"] for part in found["parts"])
+        assert parts == pytest.approx(plan.iteration_seconds)
+    peaks = [[one.total for one in plan.memory] for plan in (first, second)]
+    assert found["memory_bytes"] == [pytest.approx(one) for one in peaks]
+    assert {"pipeline 4 -> 1", "data 4 -> 16"} <= set(found["changes"])
+    moved = {part["cause"]: part for part in found["prices"]}
+    assert moved["pipeline transfers"]["second_seconds"] == 0
+    assert "pipeline 4 -> 1" in answered("diff", "four.json", "one.json")
+    assert "nothing is different" in answered("diff", "one.json", "one.json")
+    assert "expected a 'stagewright-layout'" in refused("diff", "one.json", "config.json")
+    told = stagewright.diff(first, replace(second, problem=replace(second.problem, sequence=1024)))
+    assert "sequence 2048 -> 1024" in told.changes
+    other = replace(second.problem, architecture=replace(second.problem.architecture, layers=8))
+    with pytest.raises(InputError, match="only layouts of one model"):
+        stagewright.diff(first, replace(second, problem=other))
 
 
 FAILING = (*PLAN, *FOUR, "--alike", "--mtbf", "2000h", "--checkpoint-bandwidth", "100MB/s")

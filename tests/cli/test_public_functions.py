@@ -38,10 +38,10 @@ FUNCTIONS = [
 ]
 TAKEN = {
     "allocation": {AllocationPlan}, "architecture": {Architecture}, "chain": {Chain},
-    "cluster": {Cluster}, "fabric": {Fabric, Cluster}, "first": {PipelinePlan},
+    "cluster": {Cluster}, "fabric": {Fabric, Cluster}, "first": {PipelinePlan, LayoutPlan},
     "graph": {StepGraph}, "inter": {Link}, "intra": {Link}, "jobs": {Workload}, "market": {Market},
     "plan": {PipelinePlan}, "pool": {Pool}, "profiles": {LayerProfiles}, "reference": {Throughputs},
-    "second": {PipelinePlan}, "start": {PipelinePlan}, "trace": {DOCUMENTS["trace"]},
+    "second": {PipelinePlan, LayoutPlan}, "start": {PipelinePlan}, "trace": {DOCUMENTS["trace"]},
     "workload": {Workload},
 }  # fmt: skip
 """What is taken where, by the names of parameters."""

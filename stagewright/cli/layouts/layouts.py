@@ -2,13 +2,14 @@
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stagewright.cli import interruptible
-from stagewright.cli.commands import Asked, CommandOptions, ask, command, spelled, with_option
+from stagewright.cli.commands import Asked, CommandOptions, ask, command
 from stagewright.cli.console import kept, progress, say, tell, warn
+from stagewright.cli.layouts.failures import FailureOptions
 from stagewright.cli.layouts.inputs import (
     DegreeOptions,
     MachineOptions,
@@ -31,11 +32,9 @@ from stagewright.cli.layouts.profiled import (
 from stagewright.cli.options import Printed, Written
 from stagewright.cli.outputs import Writes, is_document
 from stagewright.formulations.parallelism.document import load_layout, save_layout
-from stagewright.formulations.parallelism.goodput import Failures
 from stagewright.formulations.parallelism.layout import parse_layout
 from stagewright.graphs.documents.documents import write_bytes
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import parse_bandwidth, parse_duration
 from stagewright.graphs.machines.stack_memory import STACK_MEMORY
 from stagewright.service.layouts.requests import LayoutAnswer, LayoutRequest
 from stagewright.service.options import Option
@@ -49,55 +48,6 @@ class PictureOptions(CommandOptions):
 
     png: Annotated[Path | None, Option(form="FILE"), Writes(".png")] = None
     """Where to draw: the front, the stages of layer profiles, or the ranks' memory."""
-
-
-class FailureOptions(CommandOptions):
-    """How often GPUs fail, and what saves and restores the run."""
-
-    mtbf: Annotated[str | None, Option(form="TIME")] = None
-    """Time between two failures of one GPU, with its part of the failures of server, network and
-    software, such as 50000h: rank layouts by the time that they take with failures."""
-    checkpoint_bandwidth: Annotated[str | None, Option(form="SIZE/s")] = None
-    """From a server to the store, or back, for all its GPUs together while all servers do so."""
-    checkpoints: Literal["blocking", "asynchronous"] = "blocking"
-    """blocking: the run stops until a checkpoint is written; asynchronous: until the host has it in
-    memory."""
-    restart: Annotated[str, Option(form="TIME")] = "10min"
-    """From a failure until the checkpoint is loaded: detection, processes, communication."""
-    repair: Annotated[str | None, Option(form="TIME")] = None
-    """Until a server that failed is back; default: it restarts with the run. Meanwhile a spare
-    takes its place, or the run is smaller, or waits, whichever is faster."""
-    spares: Annotated[int, Option(form="N")] = 0
-    """Spare servers, with --repair."""
-
-    def failures(self) -> Failures | None:
-        """The failures, None if none are given."""
-        if self.mtbf is None:
-            stray = [
-                spelled(name)
-                for name, info in FailureOptions.model_fields.items()
-                if getattr(self, name) != info.default
-            ]
-            if stray:
-                raise InputError(f"{', '.join(stray)}: needs --mtbf, for example 50000h")
-            return None
-        if self.checkpoint_bandwidth is None:
-            raise InputError("--mtbf needs --checkpoint-bandwidth, for example 2GB/s")
-        try:
-            return Failures(
-                mtbf_seconds=parse_duration(self.mtbf, "--mtbf"),
-                checkpoint_bytes_per_second=parse_bandwidth(
-                    self.checkpoint_bandwidth, "--checkpoint-bandwidth"
-                ),
-                asynchronous=self.checkpoints == "asynchronous",
-                restart_seconds=parse_duration(self.restart, "--restart"),
-                repair_seconds=parse_duration(self.repair or "0", "--repair"),
-                spares=self.spares,
-            )
-        except InputError as error:
-            options = {"mtbf_seconds": "--mtbf", "spares": "--spares"}
-            message = with_option(str(error), options, options)
-            raise InputError(message.replace("repair_seconds", "--repair")) from None
 
 
 class TrainPlanOptions(

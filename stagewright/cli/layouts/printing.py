@@ -5,10 +5,11 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from stagewright.cli.console import out, percent, print_table, say
-from stagewright.graphs.documents.units import format_bytes, format_duration, format_seconds
+from stagewright.cli.layouts.failures import failing, said_failures, seconds_or_never
+from stagewright.formulations.parallelism.document import rounded
+from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.graphs.models.traits import said_parameters
 
-_ROUNDING_SECONDS = 1e-8
 WIDE = 110
 """Characters from which a table has all its columns."""
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from stagewright.formulations.parallelism.training import TrainingProblem
     from stagewright.service.layouts.requests import (
         ExplainAnswer,
-        GoodputAnswer,
         LayoutAnswer,
         LayoutMemoryAnswer,
         LayoutRow,
@@ -98,7 +98,7 @@ def _said(name: str, problem: "TrainingProblem", answer: "LayoutAnswer") -> Iter
         "" if days is None else f"; all tokens take {days:,.1f} days {with_}"
     )
     if answer.failures is not None:
-        yield from _said_failures(answer.failures)
+        yield from said_failures(answer.failures)
     if answer.fastest_rows < len(answer.rows) and not interrupted:
         many = (
             f"the first {answer.fastest_rows} of the table are"
@@ -135,11 +135,6 @@ _FITS = {
     "yes": "in the whole range", "no": "nowhere in the range",
     "within the range": "within the range, not at its upper end",
 }  # fmt: skip
-
-
-def _rounded(seconds: float) -> float:
-    """Seconds; 0 where only rounding errors of sums are left."""
-    return 0.0 if abs(seconds) < _ROUNDING_SECONDS else seconds
 
 
 def _gain(seconds: float | None, before: float) -> float | None:
@@ -188,7 +183,7 @@ def _cells(one: "LayoutRow") -> tuple[str, ...]:
     memory, time = one.memory, format_seconds(one.seconds)
     total, mfu = format_bytes(memory.total_bytes), f"{one.mfu:.1%}"
     if one.goodput is not None:
-        effective = _effective(one.effective_seconds)
+        effective = seconds_or_never(one.effective_seconds)
         return one.layout, time, effective, f"{one.goodput:.2%}", mfu, total, one.loses_by
     return (
         one.layout,
@@ -200,73 +195,6 @@ def _cells(one: "LayoutRow") -> tuple[str, ...]:
         format_bytes(memory.optimizer_bytes),
         format_bytes(memory.activations_bytes + memory.buffers_bytes),
         one.loses_by,
-    )
-
-
-def _effective(seconds: float | None) -> str:
-    """Seconds of an iteration with failures, None if it is never complete."""
-    return "never" if seconds is None else format_seconds(seconds)
-
-
-def _failing(row: "LayoutRow") -> Iterator[str]:
-    if row.goodput is not None:
-        effective = _effective(row.effective_seconds)
-        yield f"with failures: {effective} per iteration, goodput {row.goodput:.2%}"
-
-
-def _said_failures(answer: "GoodputAnswer") -> Iterator[str]:
-    """What failures leave of the best layout, and why."""
-    yield (
-        f"with failures: {_effective(answer.effective_seconds)} per iteration, goodput "
-        f"{answer.goodput:.2%}; bound {_effective(answer.bound_effective_seconds)} by "
-        f"{answer.proved_by}, gap {percent(answer.gap)}"
-    )
-    shares = {
-        "training at full speed": answer.goodput,
-        "stopped for checkpoints": answer.stopped,
-        "work done again": answer.lost,
-        "restarts": answer.restarting,
-        "servers away": answer.away,
-    }
-    yield "of the time: " + ", ".join(f"{part} {share:.2%}" for part, share in shares.items())
-    intervals = {
-        "Young": answer.young_seconds,
-        "Daly": answer.daly_seconds,
-        "exact": answer.exact_seconds,
-    }
-    of = ", ".join(f"{name} {format_duration(one)}" for name, one in intervals.items())
-    written = f", and is written {format_duration(answer.write_seconds)} later"
-    yield (
-        f"a checkpoint of {format_bytes(answer.checkpoint_bytes)} every {answer.iterations} "
-        f"iterations, {format_duration(answer.interval_seconds)} ({of}); it stops the run for "
-        f"{format_duration(answer.stop_seconds)}{written if answer.write_seconds else ''}"
-    )
-    other = "blocking" if answer.write_seconds else "asynchronous"
-    yield (
-        f"a failure every {format_duration(answer.mean_seconds)}, "
-        f"{format_duration(answer.restart_seconds)} to restart"
-        + (
-            ""
-            if answer.other_goodput is None
-            else f"; {answer.other_goodput:.2%} with {other} checkpoints"
-        )
-    )
-    if answer.away:
-        yield "with servers too few " + (
-            "; ".join(
-                f"{one.servers}: {one.layout}, {format_seconds(one.seconds)}"
-                for one in answer.smaller
-            )
-            or "the run waits"
-        )
-    if answer.simulated_low is not None:
-        yield (
-            f"simulated: a mean goodput of {answer.simulated_low:.2%} to "
-            f"{answer.simulated_high:.2%}, with 95 % confidence"
-        )
-    yield (
-        "assumed: failures and repairs are independent and exponential; ranks with equal states "
-        "write an equal part each; asynchronous writes do not slow the run"
     )
 
 
@@ -309,13 +237,13 @@ def _print_explained(one: "ExplainAnswer", limit: float) -> None:
         [
             (
                 part.part,
-                format_seconds(_rounded(part.seconds)),
+                format_seconds(rounded(part.seconds)),
                 *(
                     ("-", "-")
                     if part.best_seconds is None
                     else (
-                        format_seconds(_rounded(part.best_seconds)),
-                        format_seconds(_rounded(part.seconds - part.best_seconds)),
+                        format_seconds(rounded(part.best_seconds)),
+                        format_seconds(rounded(part.seconds - part.best_seconds)),
                     )
                 ),
             )
@@ -333,14 +261,14 @@ def _print_explained(one: "ExplainAnswer", limit: float) -> None:
             bytes_in_range(one.row, limit),
             f"in all {format_seconds(one.row.seconds)}, {_expected(one.row)}"
             + (f"; {rank}" if rank else ""),
-            *_failing(one.row),
+            *failing(one.row),
         )
     print_shortages(one.shortages)
 
 
 def _print_prices(one: "ExplainAnswer") -> None:
     """What every price adds, and where it comes from."""
-    seen = [price for price in one.prices if _rounded(price.seconds) > 0]
+    seen = [price for price in one.prices if rounded(price.seconds) > 0]
     print_table(
         ("<price", "adds", "time without it", "<source"),
         [
