@@ -37,7 +37,12 @@ if TYPE_CHECKING:
         run_cluster,
         simulate_cluster,
     )
-    from stagewright.front.layouts import check_profiled_plan, profiled_train_plan, train_plan
+    from stagewright.front.layouts import (
+        check_profiled_plan,
+        frontier,
+        profiled_train_plan,
+        train_plan,
+    )
     from stagewright.front.operators import check_placement, divide, place
     from stagewright.front.pipelines import (
         check,
@@ -72,14 +77,15 @@ if TYPE_CHECKING:
 __all__ = [
     "Executor", "Failures", "InputError", "Link", "allocate", "analytic_model", "check",
     "check_placement", "check_profiled_plan", "check_proofs", "cloud", "compare",
-    "compare_schedules", "diff", "divide", "estimate", "export", "jobshop", "load_allocation",
-    "load_cluster", "load_graph", "load_layer_profiles", "load_layout", "load_market", "load_model",
-    "load_operator_plan", "load_partition_problem", "load_plan", "load_profiled_plan", "load_trace",
-    "load_workload", "parse_pool", "partition", "place", "plan", "print_progress",
-    "profiled_problem", "profiled_train_plan", "rounds", "run_cluster", "save_allocation",
-    "save_cluster", "save_graph", "save_layer_profiles", "save_layout", "save_model",
-    "save_operator_plan", "save_plan", "save_profiled_plan", "schedule", "show", "simulate",
-    "simulate_cluster", "sweep", "train_plan", "training_problem", "uniform_servers", "what_if",
+    "compare_schedules", "diff", "divide", "estimate", "export", "frontier", "jobshop",
+    "load_allocation", "load_cluster", "load_graph", "load_layer_profiles", "load_layout",
+    "load_market", "load_model", "load_operator_plan", "load_partition_problem", "load_plan",
+    "load_profiled_plan", "load_trace", "load_workload", "parse_pool", "partition", "place", "plan",
+    "print_progress", "profiled_problem", "profiled_train_plan", "rounds", "run_cluster",
+    "save_allocation", "save_cluster", "save_graph", "save_layer_profiles", "save_layout",
+    "save_model", "save_operator_plan", "save_plan", "save_profiled_plan", "schedule", "show",
+    "simulate", "simulate_cluster", "sweep", "train_plan", "training_problem", "uniform_servers",
+    "what_if",
 ]  # fmt: skip
 
 # Loaded on first use, so that ``import stagewright`` is fast.
@@ -98,7 +104,7 @@ _LAZY = {
         "allocate", "cloud", "estimate", "rounds", "run_cluster", "simulate_cluster",
     ),
     "stagewright.front.layouts": (
-        "check_profiled_plan", "profiled_train_plan", "train_plan",
+        "check_profiled_plan", "frontier", "profiled_train_plan", "train_plan",
     ),
     "stagewright.front.operators": ("check_placement", "divide", "place"),
     "stagewright.graphs.importers.partition_problems": ("load_partition_problem",),

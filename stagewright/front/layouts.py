@@ -1,5 +1,6 @@
 """Layouts of a transformer's training, for users of Python."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from stagewright.formulations.forms.answers import StopToken
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from stagewright.formulations.parallelism.profiles.document import ProfiledDocument
     from stagewright.formulations.parallelism.profiles.pipelines import ProfiledProblem
     from stagewright.formulations.parallelism.training import TrainingProblem
+    from stagewright.service.layouts.frontier import FrontierAnswer
     from stagewright.service.layouts.profiled import ProfiledAnswer
     from stagewright.service.layouts.requests import LayoutAnswer
     from stagewright.solvers.parallelism.space import Space
@@ -87,6 +89,63 @@ def train_plan(
     from stagewright.solvers.parallelism.space import Space
 
     return find_layouts(LayoutRequest.of(**fields | {"space": space or Space()}), stop)
+
+
+def frontier(
+    problems: "Sequence[TrainingProblem]",
+    space: "Space | None" = None,
+    *,
+    framework: str | None = None,
+    by_stage: bool = True,
+    tokens: float | None = None,
+    failures: "Failures | None" = None,
+    price: float | None = None,
+    deadline_seconds: float | None = None,
+    time_limit: float = 60.0,
+    stop: StopToken | None = None,
+) -> "FrontierAnswer":
+    """Compare the best layouts of several problems, such as numbers of GPUs.
+
+    Parameters
+    ----------
+    problems
+        See :func:`training_problem`.
+    space, framework, by_stage, tokens, failures
+        See :func:`train_plan`.
+    price
+        Dollars of a GPU-hour.
+    deadline_seconds
+        Choose the cheapest layout that trains all tokens in so many seconds.
+    time_limit
+        Seconds of the search of each problem.
+    stop
+        Ends the searches once it is set; the answer is then the best so far.
+
+    Returns
+    -------
+    FrontierAnswer
+        ``rows`` with the best layout of each problem, its time with a range and a bound, its cost,
+        and whether it is on the Pareto front; with a deadline the place of the ``chosen`` row and
+        its ``plan``, or the ``reason`` why there is none.
+
+    Raises
+    ------
+    InputError
+        If an argument is out of range.
+    """
+    from stagewright.service.layouts.frontier import FrontierRequest, find_frontier
+    from stagewright.service.layouts.requests import LayoutRequest
+    from stagewright.solvers.parallelism.space import Space
+
+    layouts = tuple(
+        LayoutRequest.of(
+            problem=problem, space=space or Space(), framework=framework, by_stage=by_stage,
+            tokens=tokens, failures=failures, time_limit=time_limit,
+        )
+        for problem in problems
+    )  # fmt: skip
+    request = FrontierRequest.of(layouts=layouts, price=price, deadline_seconds=deadline_seconds)
+    return find_frontier(request, stop)
 
 
 def profiled_train_plan(

@@ -514,6 +514,71 @@ def test_two_layouts_are_compared() -> None:
         stagewright.diff(first, replace(second, problem=other))
 
 
+SIZES = (*PLAN[:2], "--device", "h100", "--gpus", "8-32", *RUN, "--alike")
+
+
+def test_several_numbers_of_gpus_and_a_deadline() -> None:
+    few = ("--pipeline", "1,2", "--tensor", 1, "--context", 1, "--microbatch-sizes", 1)
+    asked = (*SIZES, *few, "--tokens", "1e11", "--price", "2.5")
+    found = answered_json(*asked, "--png", "front.png")
+    rows = found["rows"]
+    assert [row["gpus"] for row in rows] == [8, 16, 32]
+    for row in rows:
+        one = answered_json(*asked[:5], row["gpus"], *asked[6:-2])
+        assert row["layout"] == one["rows"][0]["layout"]
+        assert row["days"] == pytest.approx(one["training_days"])
+        assert row["bound_days"] <= row["days"] <= row["days_high"]
+        assert row["dollars"] == pytest.approx(2.5 * row["gpus"] * 24 * row["days"])
+        assert row["is_pareto"] == all(
+            other is row or other["days"] > row["days"] or other["dollars"] > row["dollars"]
+            for other in rows
+        )
+    assert Path("front.png").read_bytes().startswith(PNG)
+    limit = (rows[1]["days"] + rows[0]["days"]) / 2
+    shown = answered(*asked, "--deadline", f"{limit}d", "-o", "chosen.json")
+    able = [row for row in rows if row["days"] <= limit]
+    cheapest = min(able, key=lambda row: row["dollars"])
+    assert f"chosen: {cheapest['gpus']} GPUs" in shown
+    assert str(load_layout("chosen.json").layout) == cheapest["layout"]
+    none = answered(*asked, "--deadline", "1min", code=1)
+    assert "(proved by the bounds); the nearest takes" in none
+    assert "on 32 GPUs" in none
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--deadline", "3d"), "--deadline needs --tokens"),
+        (("-o", "layout.json"), "-o keeps the layout that --deadline chooses"),
+        (("--price", "cheap"), "--price 'cheap' is neither a number of dollars nor a file"),
+        (("--price", "-1"), "--price: "),
+        (("--what-if",), "--from, --explain, --front and --what-if are of one number of GPUs"),
+        (("--gpus", "32-8"), "--gpus '32-8' goes down"),
+        (("--sequence", "2048,0"), "--sequence must be at least 1"),
+    ],
+)
+def test_refusals_of_several_sizes(options: tuple[object, ...], message: str) -> None:
+    assert message in refused(*SIZES, *options)
+
+
+def test_sequences_are_swept_and_prices_are_of_the_market() -> None:
+    spot = {"provider": "aws", "region": "us", "name": "p5", "gpu": "H100", "gpus": 8}
+    series = [
+        {"instance": spot | {"on_demand": 32.0}, "seconds": [0.0], "dollars_per_hour": [9.0],
+         "until_seconds": 10.0},
+    ]  # fmt: skip
+    market = {"series": series, "format": "stagewright-prices", "version": 1}
+    Path("prices.json").write_text(json.dumps(market))
+    asked = (*PLAN, "--alike", "--pipeline", 1, "--price", "prices.json")
+    found = answered_json(*asked, "--sequence", "1024,2048")
+    assert [row["sequence"] for row in found["rows"]] == [1024, 2048]
+    for row in found["rows"]:
+        assert row["dollars"] == pytest.approx(4.0 * row["gpu_hours"])
+        assert row["days"] == pytest.approx(1e9 / row["tokens_per_second"] / 86_400)
+        assert row["is_pareto"]
+    assert "no a100 on demand, only H100" in refused(*asked, "--device", "a100")
+
+
 FAILING = (*PLAN, *FOUR, "--alike", "--mtbf", "2000h", "--checkpoint-bandwidth", "100MB/s")
 
 

@@ -12,7 +12,7 @@ from stagewright.cli.commands import CommandOptions, spelled, with_option
 from stagewright.cli.console import warn
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import parse_bandwidth, parse_bytes
-from stagewright.service.options import Option
+from stagewright.service.options import Option, one_or_several
 
 if TYPE_CHECKING:
     from stagewright.formulations.parallelism.profiles.cluster import Pool, ServerPools
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from stagewright.solvers.parallelism.space import Space
 
 T = TypeVar("T")
+Several = int | tuple[int, ...] | None
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 Gradients = Literal["fp32", "bf16"]
@@ -29,13 +30,20 @@ INPUTS = ("sequence", "images", "encoder_tokens")
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
 
 
+def one_of(value: int | tuple[int, ...], option: str) -> int:
+    """The one value of an option that may have several."""
+    if isinstance(value, tuple):
+        raise InputError(f"{option}: give one number here, got {', '.join(map(str, value))}")
+    return value
+
+
 class MachineOptions(CommandOptions):
     """The machines of a training run: of one kind, or those of a cluster file."""
 
     device: Annotated[str | None, Option(form="KIND")] = None
     """Kind of GPU, for example h100, or the JSON file of your own."""
-    gpus: Annotated[int | None, Option(form="N")] = None
-    """Number of GPUs."""
+    gpus: Annotated[Several, Option(form="N", of_text=one_or_several)] = None
+    """Number of GPUs; of train-plan also several: 8,24,64, or 8-1024 (8, 16, ... 1024)."""
     per_server: Annotated[int | None, Option(form="N"), Field(ge=1)] = None
     """GPUs in a server; default: 8, of GB200 and GB300 those that NVLink joins."""
     server_bandwidth: str | None = None
@@ -78,7 +86,7 @@ class MachineOptions(CommandOptions):
             raise InputError("give --device and --gpus, for example h100 and 64, or --cluster FILE")
         fields = self._rates()
         try:
-            return fabric_of_kind(kind, self.gpus, **fields)
+            return fabric_of_kind(kind, one_of(self.gpus, "--gpus"), **fields)
         except InputError as error:
             message = with_option(str(error), ("gpus",), {})
             for field in fields:
@@ -142,8 +150,8 @@ class TrainingOptions(NumberOptions):
 
     global_batch: Annotated[int | None, Option(form="N")] = None
     """Samples between two updates."""
-    sequence: Annotated[int | None, Option(form="S")] = None
-    """Tokens in a sample; for a config.json."""
+    sequence: Annotated[Several, Option(form="S", of_text=one_or_several)] = None
+    """Tokens in a sample; for a config.json; of train-plan also several, such as 4096,32768."""
     no_overlap: bool = False
     """Exchanges of gradients and ZeRO wait for computations."""
 
@@ -168,11 +176,12 @@ class TrainingOptions(NumberOptions):
             raise InputError(f"{config} needs --sequence, the tokens in a sample, for example 4096")
         if self.global_batch is None:
             raise InputError(f"{config} needs --global-batch, the samples between two updates")
+        sequence = one_of(self.sequence, "--sequence")
         positions = read_most_positions(config) if architecture is None else None
         architecture = read_architecture(config) if architecture is None else architecture
-        if positions is not None and self.sequence > positions:
+        if positions is not None and sequence > positions:
             warn(
-                f"--sequence {self.sequence} is more than the max_position_embeddings of {config}, "
+                f"--sequence {sequence} is more than the max_position_embeddings of {config}, "
                 f"{positions}; times and memory are those of such samples all the same"
             )
         try:
@@ -187,7 +196,7 @@ class TrainingOptions(NumberOptions):
                     framework=framework,
                 ),
                 fabric,
-                sequence=self.sequence,
+                sequence=sequence,
                 batch=self.global_batch,
                 precision=self.precision,
                 attention=self.attention,

@@ -1,6 +1,7 @@
 """``train-plan`` and ``memory``: how to divide the training of a transformer among GPUs."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,11 +11,14 @@ from stagewright.cli import interruptible
 from stagewright.cli.commands import Asked, CommandOptions, ask, command
 from stagewright.cli.console import kept, progress, say, tell, warn
 from stagewright.cli.layouts.failures import FailureOptions
+from stagewright.cli.layouts.frontier import FrontierOptions, plan_frontier
 from stagewright.cli.layouts.inputs import (
     DegreeOptions,
     MachineOptions,
     NumberOptions,
+    Several,
     TrainingOptions,
+    one_of,
 )
 from stagewright.cli.layouts.printing import (
     bytes_in_range,
@@ -41,17 +45,24 @@ from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.executor.export.runs.run import TrainingRun
+    from stagewright.graphs.models.architecture import Architecture
 
 
 class PictureOptions(CommandOptions):
     """A picture of the answer."""
 
     png: Annotated[Path | None, Option(form="FILE"), Writes(".png")] = None
-    """Where to draw: the front, the stages of layer profiles, or the ranks' memory."""
+    """Where to draw: the front, time and cost, the stages of layer profiles, or ranks' memory."""
 
 
 class TrainPlanOptions(
-    TrainingOptions, MachineOptions, DegreeOptions, FailureOptions, PictureOptions, Written
+    TrainingOptions,
+    MachineOptions,
+    DegreeOptions,
+    FailureOptions,
+    FrontierOptions,
+    PictureOptions,
+    Written,
 ):
     """What ``train-plan`` is asked beside its request."""
 
@@ -66,6 +77,26 @@ class TrainPlanOptions(
     """For layer profiles: servers x GPUs by kind, for example a100:2x4,v100:3x8; memory and
     bandwidths may then be given by kind, for example a100=40GB,v100=16GB."""
 
+    @property
+    def is_frontier(self) -> bool:
+        """Whether layouts of several sizes, or their cost, are asked for."""
+        several = isinstance(self.gpus, tuple) or isinstance(self.sequence, tuple)
+        return several or self.price is not None or self.deadline is not None
+
+    def sizes(self) -> "Iterator[TrainPlanOptions]":
+        """The options for each number of GPUs and each length of sequences."""
+        for gpus in _each(self.gpus):
+            for sequence in _each(self.sequence):
+                yield self.model_copy(update={"gpus": gpus, "sequence": sequence})
+
+    def asks_more(self, asked: Asked[LayoutRequest]) -> bool:
+        """Whether answers are asked for that are of one size."""
+        return bool(asked.given["front"] or asked.given["what_if"])
+
+
+def _each(value: Several) -> tuple[int | None, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
 
 @command(
     without="by_stage",
@@ -77,6 +108,7 @@ class TrainPlanOptions(
         "Layouts to consider": "pipeline tensor context replicas expert microbatch_sizes chunks"
         " schedule zero recompute offload_optimizer alike",
         "Failures": "mtbf checkpoint_bandwidth checkpoints restart repair spares simulations",
+        "Several sizes, and cost": "price deadline",
         "More answers": "time_limit prefer explain front what_if unfolded tokens",
     },
 )
@@ -110,28 +142,17 @@ def train_plan(
         if explained is not None:
             raise InputError("--explain: the run of --from is explained; leave one of them out")
         to, explained = to or run.framework, str(run.layout)
-    # The request refuses a name that is not known.
-    problem = given.problem(
-        config,
-        given.fabric(),
-        to if to in STACK_MEMORY else None,
-        run.architecture if run is not None and given.config is None else None,
-    )
-    fabric = problem.fabric
-    if given.offload_optimizer and fabric.host_bytes_per_second is None:
-        raise InputError("--offload-optimizer needs --host-bandwidth, for example 25GB/s")
-    if given.checkpoints == "asynchronous" and fabric.host_bytes_per_second is None:
-        raise InputError("--checkpoints asynchronous needs --host-bandwidth, for example 25GB/s")
-    drawn = given.png is not None
-    request = asked.request(
-        problem=problem,
-        space=given.space(problem),
-        by_stage=not given.alike,
-        failures=given.failures(),
-        front=asked.given["front"] or drawn,
-        framework=to,
-        explain=None if explained is None else parse_layout(explained),
-    )
+    architecture = run.architecture if run is not None and given.config is None else None
+    make = partial(_request, asked, config=config, to=to, explained=explained, of=architecture)
+    if given.is_frontier:
+        if run is not None or explained is not None or given.asks_more(asked):
+            raise InputError(
+                "--from, --explain, --front and --what-if are of one number of GPUs and one "
+                "--sequence, without --price and --deadline"
+            )
+        return plan_frontier(given, config.name, [make(one) for one in given.sizes()])
+    request = make(given)
+    problem = request.problem
     with interruptible() as stop, progress(f"planning {config.name}", stop):
         answer = find_layouts(request, stop)
     if given.png is not None:
@@ -146,13 +167,41 @@ def train_plan(
     return 1 if answer.plan is None else 0
 
 
+def _request(
+    asked: Asked[LayoutRequest],
+    given: TrainPlanOptions,
+    config: Path,
+    to: str | None,
+    explained: str | None,
+    of: "Architecture | None",
+) -> LayoutRequest:
+    """The request for one number of GPUs and one length of sequences."""
+    # The request refuses a name that is not known.
+    problem = given.problem(config, given.fabric(), to if to in STACK_MEMORY else None, of)
+    has_host = problem.fabric.host_bytes_per_second is not None
+    if given.offload_optimizer and not has_host:
+        raise InputError("--offload-optimizer needs --host-bandwidth, for example 25GB/s")
+    if given.checkpoints == "asynchronous" and not has_host:
+        raise InputError("--checkpoints asynchronous needs --host-bandwidth, for example 25GB/s")
+    return asked.request(
+        problem=problem,
+        space=given.space(problem),
+        by_stage=not given.alike,
+        failures=given.failures(),
+        front=asked.given["front"] or (given.png is not None and not given.is_frontier),
+        framework=to,
+        explain=None if explained is None else parse_layout(explained),
+    )
+
+
 def _with_run(
     given: TrainPlanOptions, file: Path, on_line: Collection[str]
 ) -> "tuple[TrainingRun, TrainPlanOptions]":
     """The run that a file describes, and the options with what it says where none is given."""
     from stagewright.executor.export.runs import read_run
 
-    run = read_run(file, given.gpus if given.cluster is None else given.fabric().devices)
+    gpus = given.gpus if given.cluster is None else given.fabric().devices
+    run = read_run(file, None if gpus is None else one_of(gpus, "--gpus"))
     if run.architecture is None and given.config is None:
         raise InputError(f"{file}: the model is not said; give it: train-plan MODEL --from {file}")
     for note in run.notes:
