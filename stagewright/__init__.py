@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from stagewright.graphs.workloads.jobs import load_workload
     from stagewright.graphs.workloads.pool import parse_pool
     from stagewright.graphs.workloads.prices import load_market
+    from stagewright.service.layouts.mixed import mixed_problem
     from stagewright.service.layouts.problems import profiled_problem, training_problem
 
 __all__ = [
@@ -80,12 +81,12 @@ __all__ = [
     "compare_schedules", "diff", "divide", "estimate", "export", "frontier", "jobshop",
     "load_allocation", "load_cluster", "load_graph", "load_layer_profiles", "load_layout",
     "load_market", "load_model", "load_operator_plan", "load_partition_problem", "load_plan",
-    "load_profiled_plan", "load_trace", "load_workload", "parse_pool", "partition", "place", "plan",
-    "print_progress", "profiled_problem", "profiled_train_plan", "rounds", "run_cluster",
-    "save_allocation", "save_cluster", "save_graph", "save_layer_profiles", "save_layout",
-    "save_model", "save_operator_plan", "save_plan", "save_profiled_plan", "schedule", "show",
-    "simulate", "simulate_cluster", "sweep", "train_plan", "training_problem", "uniform_servers",
-    "what_if",
+    "load_profiled_plan", "load_trace", "load_workload", "mixed_problem", "parse_pool", "partition",
+    "place", "plan", "print_progress", "profiled_problem", "profiled_train_plan", "rounds",
+    "run_cluster", "save_allocation", "save_cluster", "save_graph", "save_layer_profiles",
+    "save_layout", "save_model", "save_operator_plan", "save_plan", "save_profiled_plan",
+    "schedule", "show", "simulate", "simulate_cluster", "sweep", "train_plan", "training_problem",
+    "uniform_servers", "what_if",
 ]  # fmt: skip
 
 # Loaded on first use, so that ``import stagewright`` is fast.
@@ -124,6 +125,7 @@ _LAZY = {
     "stagewright.graphs.workloads.jobs": ("load_workload",),
     "stagewright.graphs.workloads.pool": ("parse_pool",),
     "stagewright.graphs.workloads.prices": ("load_market",),
+    "stagewright.service.layouts.mixed": ("mixed_problem",),
     "stagewright.service.layouts.problems": ("profiled_problem", "training_problem"),
 }  # fmt: skip
 _MODULE = {name: module for module, names in _LAZY.items() for name in names}

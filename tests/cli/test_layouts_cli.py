@@ -514,6 +514,20 @@ def test_two_layouts_are_compared() -> None:
         stagewright.diff(first, replace(second, problem=other))
 
 
+KINDS = ("train-plan", "config.json", "--servers", "a100:1x2,h100:1x4", *RUN)
+
+
+def test_servers_of_several_kinds() -> None:
+    shown = answered(*KINDS, "-o", "mixed.json", "--time-limit", 5)
+    assert "when measured, if each kind is within its rates' range" in shown
+    assert "valid" in answered("check", "mixed.json")
+    assert "--gpus does not apply to a config.json on --servers" in refused(*KINDS, "--gpus", 8)
+    assert "--servers" in refused(*PLAN[:2], "--servers", "a200:1x2", *RUN)
+    assert "--precision must be fp32, fp16, bf16" in refused(
+        *KINDS[:3], "h100:1x4", *RUN, "--precision", "fp8"
+    )
+
+
 SIZES = (*PLAN[:2], "--device", "h100", "--gpus", "8-32", *RUN, "--alike")
 
 

@@ -30,7 +30,7 @@ from stagewright.cli.layouts.profiled import (
     is_layout,
     is_profiles,
     on_command_line,
-    plan_profiles,
+    plan_servers,
     require_options,
 )
 from stagewright.cli.options import Printed, Written
@@ -74,7 +74,7 @@ class TrainPlanOptions(
     Megatron-LM, or a TOML file of torchtitan. It says model, layout, batch and GPUs; options
     override it."""
     servers: Annotated[str | None, Option(form="KIND:NxM,...")] = None
-    """For layer profiles: servers x GPUs by kind, for example a100:2x4,v100:3x8; memory and
+    """Servers x GPUs by kind, in place of --device and --gpus: a100:2x8,h100:2x8; memory and
     bandwidths may then be given by kind, for example a100=40GB,v100=16GB."""
 
     @property
@@ -121,8 +121,8 @@ def train_plan(
     ZeRO and placement. With --for plan the layout becomes a plan of stages, by `stagewright export
     LAYOUT --to plan`, that `stagewright run` carries out and `stagewright plan` prices alike.
 
-    With measured layer profiles, on servers of several kinds: stages, replicas, tensor degrees and
-    kinds of GPU.
+    On --servers of several kinds, by computed layers or by measured layer profiles: stages,
+    replicas, tensor degrees and kinds of GPU.
     """
     from stagewright.service.layouts.searching import find_layouts  # it imports scipy
 
@@ -133,8 +133,8 @@ def train_plan(
             "give a model, for example its config.json, or the run that you have: --from FILE"
         )
     require_options(command_line, config, are_profiles)
-    if are_profiles:
-        return plan_profiles(given, asked.given["time_limit"])
+    if are_profiles or given.servers is not None:
+        return plan_servers(given, config, are_profiles, asked.given["time_limit"])
     to, explained = asked.given["framework"], asked.given["explain"]
     run = None
     if given.run is not None:
