@@ -1,6 +1,7 @@
 """How often GPUs fail, and what failures leave of a layout: options, and lines of the answer."""
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from stagewright.cli.commands import CommandOptions, spelled, with_option
@@ -119,13 +120,7 @@ def said_failures(answer: "GoodputAnswer") -> Iterator[str]:
         )
     )
     if answer.away:
-        yield "with servers too few " + (
-            "; ".join(
-                f"{one.servers}: {one.layout}, {format_seconds(one.seconds)}"
-                for one in answer.smaller
-            )
-            or "the run waits"
-        )
+        yield f"with servers too few {'; '.join(_smaller(answer)) or 'the run waits'}"
     if answer.simulated_low is not None:
         yield (
             f"simulated: a mean goodput of {answer.simulated_low:.2%} to "
@@ -135,3 +130,11 @@ def said_failures(answer: "GoodputAnswer") -> Iterator[str]:
         "assumed: failures and repairs are independent and exponential; ranks with equal states "
         "write an equal part each; asynchronous writes do not slow the run"
     )
+
+
+def _smaller(answer: "GoodputAnswer") -> Iterator[str]:
+    """The layouts with servers too few, by how many."""
+    for (layout, seconds), runs in groupby(answer.smaller, lambda one: (one.layout, one.seconds)):
+        numbers = [one.servers for one in runs]
+        span = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+        yield f"{span}: {layout}, {format_seconds(seconds)}"
