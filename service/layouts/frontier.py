@@ -233,7 +233,7 @@ def _reason(request: FrontierRequest, rows: list[FrontierRow]) -> str | None:
         default=None,
     )
     if fastest is None:
-        return next((row.reason for row in rows if row.reason), None)
+        return "none of them has a layout that fits; each has its reason"
     if request.deadline_seconds is None:
         return None
     limit = request.deadline_seconds / _DAY

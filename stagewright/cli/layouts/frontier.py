@@ -96,6 +96,8 @@ def _draw(png: Path, title: str, request: "FrontierRequest", answer: "FrontierAn
 
 
 def _print(name: str, request: "FrontierRequest", answer: "FrontierAnswer") -> None:
+    longest = max((row.days or 0.0 for row in answer.rows), default=0.0)
+    unit, each = ("days", 1) if longest >= 2 else ("hours", 24)
     columns: list[tuple[str, Callable[[FrontierRow], str]]] = [
         ("GPUs", lambda row: str(row.gpus)),
         ("sequence", lambda row: str(row.sequence)),
@@ -104,8 +106,8 @@ def _print(name: str, request: "FrontierRequest", answer: "FrontierAnswer") -> N
         ("bound", lambda row: seconds(row.bound_seconds)),
         ("tokens/s", lambda row: _number(row.tokens_per_second)),
         ("MFU", lambda row: "-" if row.mfu is None else f"{row.mfu:.1%}"),
-        ("days", lambda row: _number(row.days)),
-        ("range", lambda row: f"{_number(row.days_low)}-{_number(row.days_high)}"),
+        (unit, lambda row: _number(row.days, each)),
+        ("range", lambda row: _range(row, each)),
         (_cost(request, answer), lambda row: _number(row.cost)),
         ("<front", lambda row: "yes" if row.is_pareto else ""),
     ]
@@ -130,16 +132,22 @@ _MEETS = {"yes": "surely met", "within the range": "likely met", "no": "not met"
 _FITS = {"yes": "surely", "within the range": "likely", "no": "not"}
 
 
-def _number(value: float | None) -> str:
+def _range(row: "FrontierRow", each: int) -> str:
+    if row.days is None:
+        return "-"
+    return f"{_number(row.days_low, each)}-{_number(row.days_high, each)}"
+
+
+def _number(value: float | None, each: int = 1) -> str:
     if value is None or not isfinite(value):
         return "-"
+    value *= each
     return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
 
 
 def _said(name: str, request: "FrontierRequest", answer: "FrontierAnswer") -> Iterator[str]:
     """The lines below the table."""
-    tokens = "" if request.layouts[0].tokens is None else "all "
-    yield f"{name}: days of {tokens}{answer.tokens:.4g} tokens, in {answer.wall_seconds:.1f} s"
+    yield f"{name}: costs are of {answer.tokens:.4g} tokens; {answer.wall_seconds:.1f} s"
     yield (
         "front: no other row of the same sequences is faster and costs no more, or costs less and "
         "is as fast; bound: no layout of the row's class is faster (--gpus N alone names the class)"
