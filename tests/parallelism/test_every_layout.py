@@ -38,9 +38,10 @@ from stagewright.graphs.models.architecture import (
 )
 from stagewright.graphs.models.modules import MODULES
 from stagewright.graphs.models.traits import remarks_on
+from stagewright.service.layouts.machines import LESS_MEMORY
 from stagewright.service.layouts.problems import training_problem
 from stagewright.service.layouts.requests import FrontPoint, LayoutRequest, LayoutRow, RefinedRow
-from stagewright.service.layouts.searching import LESS_MEMORY, find_layouts
+from stagewright.service.layouts.searching import find_layouts
 from stagewright.solvers.parallelism.family import LayerFamily
 from stagewright.solvers.parallelism.refining import search
 from stagewright.solvers.parallelism.space import Space
@@ -71,9 +72,11 @@ def without_blocks(layout: Layout) -> Layout:
 def wrong_search(case: Case, memory: float, keep: int) -> Iterator[str]:
     """The search's best layouts and its bound, and the bytes without which nothing fits."""
     least_bytes = case.space.least_bytes(case.problem)
-    for one in case.every:
-        if one.peak_bytes * EXACT < least_bytes:
-            yield f"{one.layout} takes {one.peak_bytes} bytes, less than {least_bytes}"
+    yield from (
+        f"{one.layout} takes {one.peak_bytes} bytes, less than {least_bytes}"
+        for one in case.every
+        if one.peak_bytes * EXACT < least_bytes
+    )
     found = search(case.problem, case.space, keep=keep, memory_bytes=memory)
     fitting = case.fitting(memory)
     for one in fitting:
