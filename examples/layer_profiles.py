@@ -7,13 +7,11 @@ kernels and NVLink, rounded to four digits, by tensor degree and microbatch, in 
 profiles are imported with ``stagewright import --from sailor`` or ``--from metis``.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from stagewright.formulations.parallelism.layer_times import LayerTime, layer_time
+from stagewright.formulations.parallelism.profiles.cluster import ServerPools, pool_of_kind
 from stagewright.graphs.machines.networks import fabric_of_kind
-from stagewright.graphs.models.analytic_sizes import with_sizes
 from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
 from stagewright.graphs.models.layer_profiles import (
     LayerProfiles,
@@ -21,7 +19,7 @@ from stagewright.graphs.models.layer_profiles import (
     Measured,
     save_layer_profiles,
 )
-from stagewright.graphs.models.shards import LayerSplit, shares_of
+from stagewright.service.layouts.mixed import mixed_problem
 from stagewright.service.layouts.problems import training_problem
 
 HERE = Path(__file__).parent
@@ -36,8 +34,6 @@ GPT = Architecture(
     norm="layer",
     positions=SEQUENCE,
 )
-UPDATE_BYTES = 32
-"""Read and written per parameter by Adam: gradient, master weight, two moments, weight in fp16."""
 
 
 def main() -> None:
@@ -47,35 +43,28 @@ def main() -> None:
 
 def profiles() -> LayerProfiles:
     """All kinds, tensor degrees and microbatches, with the sizes of the layers."""
-    measured = tuple(
-        layers(kind, size, tensor) for kind in KINDS for size in MICROBATCHES for tensor in DEGREES
+    problems = {
+        kind: training_problem(
+            GPT, fabric_of_kind(kind, 4, per_server=4), sequence=SEQUENCE, batch=4, precision="fp16"
+        )
+        for kind in KINDS
+    }
+    pools = ServerPools(tuple(pool_of_kind(kind, 1, 4) for kind in KINDS))
+    found = mixed_problem(
+        problems, pools, precision="fp16", tensor=DEGREES, microbatches=MICROBATCHES
+    ).problem.profiles
+    return replace(
+        found,
+        source="analytic: stagewright's model of kernels and links; examples/layer_profiles.py",
+        measured=tuple(map(rounded_times, found.measured)),
+        sizes=tuple(map(rounded_sizes, found.sizes)),
     )
-    source = "analytic: stagewright's model of kernels and links; examples/layer_profiles.py"
-    whole = LayerProfiles(GPT.name, source, measured)
-    sized = with_sizes(whole, GPT, sequence=SEQUENCE, precision="fp16")
-    return replace(sized, sizes=tuple(map(rounded_sizes, sized.sizes)))
 
 
-def layers(kind: str, samples: int, tensor: int) -> Measured:
-    """The times of every layer on a group of ``tensor`` devices."""
-    fabric = fabric_of_kind(kind, 4, per_server=4)
-    problem = training_problem(GPT, fabric, sequence=SEQUENCE, batch=samples, precision="fp16")
-    split = LayerSplit(tensor=tensor)
-    shares = shares_of(GPT, SEQUENCE, split).every
-    times = [layer_time(problem, one, split, samples, "none", False) for one in shares]
-    rate = problem.card.memory_bytes_per_second * problem.reached.memory
-
-    def each(of: Callable[[LayerTime], float]) -> tuple[float, ...]:
-        return tuple(rounded(of(one)) for one in times)
-
-    return Measured(
-        kind,
-        samples,
-        tensor,
-        forward_seconds=each(lambda one: one.forward),
-        backward_seconds=each(lambda one: one.backward),
-        update_seconds=tuple(rounded(UPDATE_BYTES * one.parameters / rate) for one in shares),
-    )
+def rounded_times(one: Measured) -> Measured:
+    """Four digits of each time."""
+    names = ("forward_seconds", "backward_seconds", "update_seconds")
+    return replace(one, **{name: tuple(map(rounded, getattr(one, name))) for name in names})
 
 
 def rounded(value: float) -> float:

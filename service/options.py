@@ -81,6 +81,21 @@ def whole(text: str, option: str) -> int:
         ) from None
 
 
+def one_or_several(text: str, option: str) -> int | tuple[int, ...]:
+    """A number, or numbers such as ``8,24,64``, or ``8-64``: each twice the one before."""
+    first, dash, last = text.partition("-")
+    found = [whole(part, option) for part in ([first, last] if dash else text.split(","))]
+    if min(found) < 1:
+        raise InputError(f"{option} must be at least 1, got {min(found)}")
+    if dash and found[0] > found[1]:
+        raise InputError(f"{option} {text!r} goes down; write for example 8-1024")
+    if dash:
+        doublings = range((found[1] // found[0]).bit_length())
+        found = [*(found[0] << n for n in doublings), found[1]]
+    numbers = tuple(sorted(set(found)))
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
 def whole_numbers(text: str, option: str) -> tuple[int, ...]:
     """Numbers separated by commas."""
     try:

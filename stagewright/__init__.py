@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from stagewright.formulations.clusters.allocation_plan import load_allocation, save_allocation
     from stagewright.formulations.operators.plan import load_operator_plan, save_operator_plan
     from stagewright.formulations.parallelism.document import load_layout, save_layout
+    from stagewright.formulations.parallelism.goodput import Failures
     from stagewright.formulations.parallelism.layout import Layout, parse_layout
     from stagewright.formulations.parallelism.profiles.document import (
         load_profiled_plan,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from stagewright.front.layouts import (
         calibrate,
         check_profiled_plan,
+        frontier,
         memory,
         profiled_train_plan,
         train_plan,
@@ -80,22 +82,23 @@ if TYPE_CHECKING:
     from stagewright.graphs.workloads.pool import parse_pool
     from stagewright.graphs.workloads.prices import load_market
     from stagewright.service.architectures import read_architecture
+    from stagewright.service.layouts.mixed import mixed_problem
     from stagewright.service.layouts.problems import profiled_problem, training_problem
     from stagewright.solvers.parallelism.space import Space
 
 __all__ = [
-    "Architecture", "Executor", "Fabric", "InputError", "Layout", "Link", "Space", "Trial",
-    "allocate", "analytic_model", "calibrate", "check", "check_placement", "check_profiled_plan",
-    "check_proofs", "cloud", "compare", "compare_schedules", "diff", "divide", "estimate", "export",
-    "fabric_of_kind", "jobshop", "load_allocation", "load_cluster", "load_graph",
-    "load_layer_profiles", "load_layout", "load_market", "load_model", "load_operator_plan",
-    "load_partition_problem", "load_plan", "load_profiled_plan", "load_trace", "load_tuning",
-    "load_workload", "memory", "parse_layout", "parse_pool", "partition", "place", "plan",
-    "print_progress", "profiled_problem", "profiled_train_plan", "read_architecture", "rounds",
-    "run_cluster", "save_allocation", "save_cluster", "save_graph", "save_layer_profiles",
-    "save_layout", "save_model", "save_operator_plan", "save_plan", "save_profiled_plan",
-    "save_tuning", "schedule", "show", "simulate", "simulate_cluster", "sweep", "train_plan",
-    "training_problem", "tune", "tune_read",
+    "Architecture", "Executor", "Fabric", "Failures", "InputError", "Layout", "Link", "Space",
+    "Trial", "allocate", "analytic_model", "calibrate", "check", "check_placement",
+    "check_profiled_plan", "check_proofs", "cloud", "compare", "compare_schedules", "diff",
+    "divide", "estimate", "export", "fabric_of_kind", "frontier", "jobshop", "load_allocation",
+    "load_cluster", "load_graph", "load_layer_profiles", "load_layout", "load_market", "load_model",
+    "load_operator_plan", "load_partition_problem", "load_plan", "load_profiled_plan", "load_trace",
+    "load_tuning", "load_workload", "memory", "mixed_problem", "parse_layout", "parse_pool",
+    "partition", "place", "plan", "print_progress", "profiled_problem", "profiled_train_plan",
+    "read_architecture", "rounds", "run_cluster", "save_allocation", "save_cluster", "save_graph",
+    "save_layer_profiles", "save_layout", "save_model", "save_operator_plan", "save_plan",
+    "save_profiled_plan", "save_tuning", "schedule", "show", "simulate", "simulate_cluster",
+    "sweep", "train_plan", "training_problem", "tune", "tune_read",
     "uniform_servers", "what_if",
 ]  # fmt: skip
 
@@ -106,6 +109,7 @@ _LAZY = {
     "stagewright.formulations.clusters.allocation_plan": ("load_allocation", "save_allocation"),
     "stagewright.formulations.operators.plan": ("load_operator_plan", "save_operator_plan"),
     "stagewright.formulations.parallelism.document": ("load_layout", "save_layout"),
+    "stagewright.formulations.parallelism.goodput": ("Failures",),
     "stagewright.formulations.parallelism.profiles.document": (
         "load_profiled_plan", "save_profiled_plan",
     ),
@@ -116,8 +120,8 @@ _LAZY = {
         "allocate", "cloud", "estimate", "rounds", "run_cluster", "simulate_cluster",
     ),
     "stagewright.front.layouts": (
-        "calibrate", "check_profiled_plan", "memory", "profiled_train_plan", "train_plan", "tune",
-        "tune_read",
+        "calibrate", "check_profiled_plan", "frontier", "memory", "profiled_train_plan",
+        "train_plan", "tune", "tune_read",
     ),
     "stagewright.front.operators": ("check_placement", "divide", "place"),
     "stagewright.graphs.importers.piper": ("load_partition_problem",),
@@ -142,6 +146,7 @@ _LAZY = {
     "stagewright.graphs.workloads.prices": ("load_market",),
     "stagewright.service.architectures": ("read_architecture",),
     "stagewright.solvers.parallelism.space": ("Space",),
+    "stagewright.service.layouts.mixed": ("mixed_problem",),
     "stagewright.service.layouts.problems": ("profiled_problem", "training_problem"),
 }  # fmt: skip
 _MODULE = {name: module for module, names in _LAZY.items() for name in names}

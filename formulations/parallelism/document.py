@@ -26,6 +26,7 @@ PARTS = {
     "update": "update_seconds",
 }
 """The parts of an iteration on its busiest rank, which add up to its time."""
+_ROUNDING_SECONDS = 1e-8
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,11 @@ class Difference:
     def more(self) -> float:
         """Seconds by which the part is longer than under the other layout."""
         return self.seconds - self.other_seconds
+
+
+def rounded(seconds: float) -> float:
+    """Seconds; 0 where only rounding errors of sums are left."""
+    return 0.0 if abs(seconds) < _ROUNDING_SECONDS else seconds
 
 
 def differences(one: Estimate, other: Estimate) -> tuple[Difference, ...]:

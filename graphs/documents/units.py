@@ -22,6 +22,8 @@ _MAX_LATENCY = 1.0  # seconds; anything above is a number of us without its unit
 _PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}
 _PER_SECOND |= {unit.upper(): count for unit, count in _PER_SECOND.items()}
 
+_DURATIONS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+
 _SCALES = {"": 1.0, "k": 1e3, "K": 1e3} | {
     prefix + binary: float(base**power)
     for power, prefix in enumerate("KMGTP", start=1)
@@ -76,6 +78,25 @@ def parse_latency(text: str, name: str) -> float:
     if not 0 <= seconds <= _MAX_LATENCY:
         raise InputError(f"{name} must be from 0 to 1 s, such as 5us, got {text}")
     return seconds
+
+
+def parse_duration(text: str, name: str) -> float:
+    """Seconds in ``text``: ``90s``, ``10min``, ``50000h``, ``30d``.
+
+    Raises InputError if ``text`` is not a time with its unit, or is negative.
+    """
+    number, unit = _quantity(text, name, "time", _DURATIONS, "90s, 10min, 12h or 30d")
+    seconds = number * _DURATIONS.get(unit, 1.0)
+    require_amount(seconds, f"{name} {text!r}")
+    return seconds
+
+
+def format_duration(value: float) -> str:
+    """``value`` seconds as text, in minutes, hours or days where they are at least two."""
+    for unit in ("d", "h", "min"):
+        if value >= 2 * _DURATIONS[unit]:
+            return f"{value / _DURATIONS[unit]:,.1f} {unit}"
+    return format_seconds(value)
 
 
 def _quantity(

@@ -114,7 +114,7 @@ KINDS: dict[str, JobKind] = {
         TrainPlanRequest),
     "train-plan-profiles": JobKind(ProfiledRequest, "layouts.profiled:find_profiled_plan",
         "Training by measured layers.", timed=True),
-    "memory": JobKind(MemoryRequest, "layouts.searching:layout_memory",
+    "memory": JobKind(MemoryRequest, "layouts.explaining:layout_memory",
         "The memory of a layout.", "layouts.requests:require_problem",
         configured=LayoutMemoryRequest),
     "calibrate": JobKind(CalibrateRequest, "layouts.calibrating:calibrate",

@@ -19,6 +19,7 @@ from stagewright.graphs.models.architecture import Architecture
 from stagewright.service.layouts.calibrating import CalibrateRequest
 from stagewright.service.layouts.inputs import (
     DegreeInputs,
+    FailureInputs,
     Kind,
     MachineInputs,
     NumberInputs,
@@ -73,7 +74,7 @@ class ConfiguredRequest(Request):
         """The request of the problem that it describes."""
 
 
-class TrainPlanInputs(LayoutSearch, TrainingInputs, MachineInputs, DegreeInputs):
+class TrainPlanInputs(LayoutSearch, TrainingInputs, MachineInputs, DegreeInputs, FailureInputs):
     """What is asked of an architecture's training on some machines."""
 
     def layouts_of(self, architecture: Architecture, **changed: Any) -> LayoutRequest:
@@ -88,6 +89,7 @@ class TrainPlanInputs(LayoutSearch, TrainingInputs, MachineInputs, DegreeInputs)
         problem = self.problem(architecture, self.fabric(), known)
         own = {name: getattr(self, name) for name in LayoutSearch.model_fields}
         own["by_stage"] = self.by_stage and not self.alike
+        own["failures"] = self.failures_on(problem.fabric)
         return LayoutRequest.of(**own | changed, problem=problem, space=self.space_of(problem))
 
 

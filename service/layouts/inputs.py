@@ -11,12 +11,13 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
+from stagewright.formulations.parallelism.goodput import Failures
 from stagewright.formulations.parallelism.layout import Schedule
 from stagewright.formulations.parallelism.ranges import unmeasured
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.prices.computing import PrecisionName
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import parse_bandwidth, parse_bytes
+from stagewright.graphs.documents.units import parse_bandwidth, parse_bytes, parse_duration
 from stagewright.graphs.machines.cluster import Cluster, load_cluster
 from stagewright.graphs.machines.devices import ACCELERATORS, Accelerator, read_kind
 from stagewright.graphs.machines.fabric import Fabric, fabric_of
@@ -60,6 +61,8 @@ Size = Annotated[str | float | None, Option(form="SIZE", of_text=itself)]
 """Bytes, as a number or with a unit: 80e9 or "80GB"."""
 Rate = Annotated[str | float | None, Option(of_text=itself)]
 """Bytes per second, as a number or with a unit: 50e9 or "50GB/s"."""
+Time = Annotated[str | float | None, Option(form="TIME", of_text=itself)]
+"""Seconds, as a number or with a unit: 600 or "10min"."""
 Kind = Annotated[
     str | Accelerator | None,
     Option(form="KIND", of_text=lambda text, _: read_kind(text)),
@@ -234,6 +237,63 @@ class TrainingInputs(NumberInputs):
         )
 
 
+class FailureInputs(Request):
+    """How often GPUs fail, and what saves and restores the run."""
+
+    mtbf: Time = None
+    """Time between two failures of one GPU, with its part of the failures of server, network and
+    software, such as 50000h: rank layouts by the time that they take with failures."""
+    checkpoint_bandwidth: Annotated[str | float | None, Option(form="SIZE/s", of_text=itself)] = (
+        None
+    )
+    """From a server to the store, or back, for all its GPUs together while all servers do so."""
+    checkpoints: Literal["blocking", "asynchronous"] = "blocking"
+    """blocking: the run stops until a checkpoint is written; asynchronous: until the host has it in
+    memory."""
+    restart: Annotated[str | float, Option(form="TIME", of_text=itself, default="10min")] = "10min"
+    """From a failure until the checkpoint is loaded: detection, processes, communication."""
+    repair: Time = None
+    """Until a server that failed is back; default: it restarts with the run. Meanwhile a spare
+    takes its place, or the run is smaller, or waits, whichever is faster."""
+    spares: Annotated[int, Option(form="N")] = 0
+    """Spare servers, with --repair."""
+
+    def failures_on(self, fabric: Fabric) -> Failures | None:
+        """The failures of these machines; None if none are given.
+
+        Raises
+        ------
+        InputError
+            If what they need is not given, or what `Failures` refuses.
+        """
+        if self.mtbf is None:
+            fields = FailureInputs.model_fields.items()
+            stray = [f"`{name}`" for name, info in fields if getattr(self, name) != info.default]
+            if stray:
+                raise InputError(f"{', '.join(stray)}: needs `mtbf`, for example 50000h")
+            return None
+        if self.checkpoint_bandwidth is None:
+            raise InputError("mtbf needs `checkpoint_bandwidth`, for example 2GB/s")
+        if self.checkpoints == "asynchronous" and fabric.host_bytes_per_second is None:
+            raise InputError("checkpoints: asynchronous needs `host_bandwidth`, for example 25GB/s")
+        if self.spares and self.repair is None:
+            raise InputError("spares need `repair`: without it no server is away")
+        renames = {
+            "mtbf_seconds": "mtbf", "checkpoint_bytes_per_second": "checkpoint_bandwidth",
+            "restart_seconds": "restart", "repair_seconds": "repair",
+        }  # fmt: skip
+        with renamed(**renames):
+            return Failures(
+                mtbf_seconds=_seconds(self.mtbf, "mtbf"),
+                checkpoint_bytes_per_second=_rate(self.checkpoint_bandwidth, "checkpoint_bandwidth")
+                or 0.0,
+                asynchronous=self.checkpoints == "asynchronous",
+                restart_seconds=_seconds(self.restart, "restart"),
+                repair_seconds=_seconds(self.repair or 0.0, "repair"),
+                spares=self.spares,
+            )
+
+
 class DegreeInputs(Request):
     """The layouts that a search considers."""
 
@@ -321,6 +381,11 @@ def size_of(value: str | float | None, name: str) -> float | None:
 def _rate(value: str | float | None, name: str) -> float | None:
     """Bytes per second, of a number or a text with a unit."""
     return parse_bandwidth(value, name) if isinstance(value, str) else value
+
+
+def _seconds(value: str | float, name: str) -> float:
+    """Seconds, of a number or a text with a unit."""
+    return parse_duration(value, name) if isinstance(value, str) else value
 
 
 @contextmanager

@@ -8,12 +8,14 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from stagewright.formulations.forms.answers import Limits, Status, require_limits
 from stagewright.formulations.parallelism.document import LayoutPlan
+from stagewright.formulations.parallelism.goodput import Failures
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
 from stagewright.formulations.parallelism.ranges import Fits, unmeasured
 from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.rates import Feature
 from stagewright.service.answers import CARRIED, Answer, Finite, NotebookAnswer, ShownAnswer
+from stagewright.service.layouts.failures import GoodputAnswer
 from stagewright.service.options import Option
 from stagewright.service.requests import Request
 from stagewright.solvers.parallelism.space import Space
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 
 _DEGREES = {"pipelines": "pipeline", "context ranks": "context", "expert ranks": "expert"}
 """The degree that is 1 where a framework lacks the feature."""
-
 
 LayoutText = Annotated[
     Layout | None,
@@ -71,6 +72,8 @@ class LayoutSearch(Request):
     divide samples or their tokens."""
     tokens: float | None = Field(default=None, ge=1, le=1e18, allow_inf_nan=False)
     """Tokens of the whole training, such as 15e12: how many days it takes."""
+    simulations: Annotated[int, Option("--simulate", form="N")] = Field(default=0, ge=0, le=1000)
+    """Simulate so many runs of the best layout with failures, as a check of its goodput."""
 
     @model_validator(mode="after")
     def _require_limit(self) -> Self:
@@ -95,6 +98,16 @@ class LayoutRequest(LayoutSearch):
 
     problem: TrainingProblem
     space: Space = Space()
+    failures: Failures | None = None
+    """How often devices fail: rank layouts by their time with failures."""
+
+    @model_validator(mode="after")
+    def _require_failures(self) -> Self:
+        if self.failures is not None:
+            self.failures.require_host(self.problem.fabric)
+        if self.simulations == 1 or (self.simulations and self.failures is None):
+            raise InputError("simulations must be 2 or more, of runs with failures")
+        return self
 
     @property
     def asks_more(self) -> bool:
@@ -209,7 +222,7 @@ class LayoutRow(Answer):
     Measured seconds and bytes are expected between ``..._low`` and ``..._high``; ``fits`` is "yes"
     or "no" if the device's memory is above or below that range of bytes. ``loses_by`` is the
     largest loss against the best, in words; ``alike`` are layouts that were evaluated too and are
-    folded into this one.
+    folded into this one. ``effective_seconds`` have failures in them; ``goodput`` of them trains.
     """
 
     layout: str
@@ -234,6 +247,8 @@ class LayoutRow(Answer):
     loses_by: str
     tokens_per_second: float
     alike: tuple[str, ...] = ()
+    goodput: float | None = None
+    effective_seconds: Finite = None
 
 
 class PartAnswer(Answer):
@@ -333,6 +348,9 @@ class RefinedAnswer(Answer):
 class LayoutAnswer(NotebookAnswer):
     """The best layouts by time, with a bound on every layout of the space that fits.
 
+    With failures rows, plan, status and ``fastest_rows`` are by ``effective_seconds``, whose bound
+    is in ``failures``; ``bound_seconds`` and ``gap`` are of an iteration without failures.
+
     The times rest on ``rates``, and so does ``bound_seconds``; ``bound_fastest_seconds`` is the
     bound on a machine as fast as the fastest measured. ``surest`` is the fastest layout with known
     prices, if it is not the first row's.
@@ -363,6 +381,7 @@ class LayoutAnswer(NotebookAnswer):
     remarks: tuple[str, ...] = ()
     reason: str | None = None
     training_days: float | None = None
+    failures: GoodputAnswer | None = None
     examined: int
     wall_seconds: float
     plan: Annotated[LayoutPlan | None, CARRIED] = None

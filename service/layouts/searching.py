@@ -1,8 +1,9 @@
-"""The layouts of a training run: the best ones, one explained, the front, and what-if."""
+"""The layouts of a training run: the best ones, and one explained."""
 
 from collections import Counter
 from collections.abc import Iterator
-from math import ceil, inf
+from functools import partial
+from math import inf, isfinite
 from time import monotonic
 from typing import Any
 
@@ -16,54 +17,42 @@ from stagewright.formulations.forms.answers import (
     is_stopped,
     silent,
 )
-from stagewright.formulations.parallelism.document import (
-    LayoutBound,
-    differences,
-    layout_plan,
-    shortages,
-    why_slower,
-)
-from stagewright.formulations.parallelism.estimate import Estimate, evaluate
+from stagewright.formulations.parallelism.document import LayoutBound, layout_plan
+from stagewright.formulations.parallelism.estimate import Estimate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.ranges import (
-    causes,
     expected,
-    ranges,
     unknown_prices,
     unmeasured_work,
 )
-from stagewright.formulations.parallelism.switches import price_effects
-from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
+from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import format_bytes, format_seconds
+from stagewright.graphs.documents.units import format_seconds
 from stagewright.graphs.machines.rates import Feature
 from stagewright.graphs.models.traits import remarks_on
-from stagewright.service.layouts.problems import better_machines
-from stagewright.service.layouts.refined import refined_layouts
+from stagewright.service.layouts.explaining import explain, layout_row
+from stagewright.service.layouts.goodput import Ranking, iterations_of, ranked_layouts
+from stagewright.service.layouts.machines import (
+    front_of,
+    least_too_large,
+    states_too_large,
+    what_if,
+)
+from stagewright.service.layouts.refined import RefinedLayouts, refined_layouts
 from stagewright.service.layouts.requests import (
-    ExplainAnswer,
     FrontPoint,
     LayoutAnswer,
-    LayoutMemoryAnswer,
     LayoutRequest,
     LayoutRow,
-    MemoryRequest,
-    PartAnswer,
-    PriceAnswer,
-    RankMemoryAnswer,
-    WhatIf,
 )
 from stagewright.solvers.parallelism.refining import FoundLayouts, search, work_alike
-from stagewright.solvers.parallelism.tree import compiled_walk
 
 PROVED_BY = "branch and bound over all layouts of the space"
 NOTHING = "no layout of the space obeys the rules of the model, the batch and the devices{}; {}"
 _LATE = "the time limit of {:g} s ended the search before all was proved or tried (--time-limit)"
 SHARE_OF_FIRST = 0.7
 """Of the time limit, where stages are refined, or more is asked, after the first search."""
-LESS_MEMORY = 0.93
-"""From one point of the front to the next, the limit on memory shrinks at least by this factor."""
 
 
 class Searches:
@@ -132,8 +121,7 @@ def find_layouts(
     first = Deadline(began + limit * (SHARE_OF_FIRST if request.asks_more else 1), stop)
     try:
         request.require_problem()
-        folding: dict[str, Any] = {} if request.unfolded else {"alike": work_alike}
-        found = searches.search(problem, request.top, stop=first, **folding)
+        by_time, found, ranking = _searched(searches, first)
     except InputError as error:
         if request.explain is None:
             raise
@@ -148,27 +136,25 @@ def find_layouts(
         refined = refined_layouts(
             problem,
             request.searched,
-            found,
+            by_time,
             request.framework,
             searches.accepts,
             speaks_of,
             deadline,
         )
-        refined_bound = refined.bound
-        if best is None and refined.best is not None:
-            assert refined_bound is not None
-            bound, status = refined_bound, Status.FEASIBLE
-        best = refined.best
+        if best is None and refined.bound is not None:
+            bound, status = refined.bound, Status.FEASIBLE
+        best, refined_bound = _better(best, refined, ranking)
     front: tuple[FrontPoint, ...] = ()
-    too_large = _states_too_large(request) if best is None else None
+    too_large = states_too_large(request) if best is None else None
     if request.front or (best is None and too_large is None):
-        front = tuple(_front(searches, deadline))
+        front = tuple(front_of(searches.search, problem, deadline))
     if not (best or front or too_large or is_stopped(deadline) or request.explain):
         raise InputError(searches.nothing())
     answered = found.best[0] if found.best else best
     surest, remarks = _known_prices(searches, best, deadline)
     remarks += tuple(f"less sure: {one}" for one in unmeasured_work(problem))
-    if deadline.is_set() or not found.proved:
+    if deadline.is_set() or not by_time.proved:
         remarks += () if is_stopped(stop) else (_LATE.format(limit),)
     return LayoutAnswer(
         status=status,
@@ -178,36 +164,96 @@ def find_layouts(
         gap=None if answered is None else 1 - bound.seconds / answered.seconds,
         proved_by=bound.proved_by,
         plan_class=bound.space,
-        rows=tuple(_rows(request, found)),
+        rows=tuple(_rows(request, found, ranking)),
         fastest_rows=found.fastest,
-        surest=None if surest is None else _layout_row(problem, surest, best or surest),
+        surest=None if surest is None else layout_row(problem, surest, best or surest),
         refined=None if refined is None else refined.answer,
-        explained=None if request.explain is None else explain(request, request.explain, best),
+        explained=None
+        if request.explain is None
+        else explain(request, request.explain, best, ranking),
         front=front if request.front else (),
-        what_if=tuple(_what_if(searches, deadline)) if request.what_if and best else (),
+        what_if=tuple(what_if(searches.search, problem, deadline))
+        if request.what_if and best
+        else (),
         remarks=(*remarks, *remarks_on(problem.architecture, problem.sequence)),
         reason=too_large or _reason(searches, found, best, front, deadline),
-        training_days=_days(request, best),
+        training_days=_days(request, best, ranking),
+        failures=None
+        if ranking is None or best is None
+        else ranking.answer(best, *_proved(by_time, speaks_of, refined if refined_bound else None)),
         examined=found.examined,
         wall_seconds=found.seconds,
         plan=None if best is None else layout_plan(problem, best, refined_bound or bound),
     )
 
 
-def _rows(request: LayoutRequest, found: FoundLayouts) -> Iterator[LayoutRow]:
+def _searched(
+    searches: Searches, stop: StopToken
+) -> tuple[FoundLayouts, FoundLayouts, Ranking | None]:
+    """The best layouts by time; the same, or with failures the best of them, and their ranking."""
+    request = searches.request
+    folding: dict[str, Any] = {} if request.unfolded else {"alike": work_alike}
+
+    def find(keep: int) -> FoundLayouts:
+        return searches.search(request.problem, keep, stop=stop, **folding)
+
+    if request.failures is None:
+        found = find(request.top)
+        return found, found, None
+    on = partial(_fastest_on, request, stop=stop)
+    found, ranking = ranked_layouts(request, request.failures, find, on, stop)
+    return found, ranking.ordered(found), ranking
+
+
+def _better(
+    best: Estimate | None, refined: RefinedLayouts, ranking: Ranking | None
+) -> tuple[Estimate | None, LayoutBound | None]:
+    """The best layout of all, and the bound of its document if it is a refined one."""
+    if ranking is None or best is None or refined.best is None:
+        return refined.best, refined.bound
+    if refined.bound is None or ranking.effective(best) <= ranking.effective(refined.best):
+        return best, None
+    return refined.best, refined.bound
+
+
+def _rows(
+    request: LayoutRequest, found: FoundLayouts, ranking: Ranking | None
+) -> Iterator[LayoutRow]:
     """A row for each of the best layouts, with the layouts that are folded into it."""
     for one in found.best:
         key = work_alike(one.layout)
         alike = [str(other.layout) for other in found.folded if work_alike(other.layout) == key]
-        yield _layout_row(request.problem, one, found.best[0], tuple(alike))
+        yield layout_row(request.problem, one, found.best[0], tuple(alike), ranking)
 
 
-def _days(request: LayoutRequest, best: Estimate | None) -> float | None:
+def _days(request: LayoutRequest, best: Estimate | None, ranking: Ranking | None) -> float | None:
     """Days of the iterations that all tokens take (thesis, equation 4.5, with our seconds)."""
-    if request.tokens is None or best is None:
+    iterations = iterations_of(request)
+    if iterations is None or best is None:
         return None
-    each = request.problem.batch * request.problem.sequence
-    return ceil(request.tokens / each) * best.seconds / 86_400
+    each = best.seconds if ranking is None else ranking.effective(best)
+    return iterations * each / 86_400 if isfinite(each) else None
+
+
+def _fastest_on(
+    request: LayoutRequest, problem: TrainingProblem, stop: StopToken
+) -> Estimate | None:
+    """The fastest layout of a problem on other machines, None if none fits."""
+    try:
+        changed = request.model_copy(update={"problem": problem})
+        best = Searches(changed).search(problem, 1, stop=stop).best
+    except InputError:
+        return None
+    return best[0] if best else None
+
+
+def _proved(
+    by_time: FoundLayouts, speaks_of: str, refined: RefinedLayouts | None
+) -> tuple[float, str]:
+    """The bound on iterations of layouts that were not ranked, and the class it speaks of."""
+    if refined is None:
+        return by_time.others, speaks_of
+    return min(refined.answer.bound_seconds, by_time.others), refined.answer.plan_class
 
 
 def _impossible(request: LayoutRequest, reason: str) -> LayoutAnswer:
@@ -245,7 +291,7 @@ def _reason(
         late = "stopped, or the time limit came, before"
         least = "no layout fits; " if found.proved else ""
         return f"{least}{late} {'how much memory one needs' if least else 'a layout'} was found"
-    return _too_large(searches.request.problem, front[-1]) if front else searches.nothing()
+    return least_too_large(searches.request.problem, front[-1]) if front else searches.nothing()
 
 
 def _status(found: FoundLayouts, ended: StopToken | None) -> Status:
@@ -291,129 +337,4 @@ def plan_class(request: LayoutRequest) -> str:
         f"layouts of {request.problem.fabric.devices} devices{for_whom} with {space}; "
         f"schedules {', '.join(space.schedules)}, plain or interleaved; equal stages but "
         "for the first and last, whole microbatches, the same choices on all ranks"
-    )
-
-
-def _layout_row(
-    problem: TrainingProblem, one: Estimate, best: Estimate, alike: tuple[str, ...] = ()
-) -> LayoutRow:
-    """The row of a layout: its time and the parts of it, and its memory."""
-    fullest = max(range(len(one.memory)), key=lambda rank: one.memory[rank].total)
-    return LayoutRow.of(
-        ranges(problem, one),
-        one,
-        layout=str(one.layout),
-        flops_per_device=one.model_flops_per_second / one.layout.ranks,
-        memory=_memory_answer(one, fullest),
-        loses_by="" if one is best else why_slower(one, best),
-        tokens_per_second=problem.batch * problem.sequence / one.seconds,
-        alike=alike,
-    )
-
-
-def _memory_answer(one: Estimate, rank: int) -> RankMemoryAnswer:
-    """The peak memory, by kind, of the ranks at one position in the pipeline."""
-    kinds = [name for name in RankMemoryAnswer.model_fields if name != "rank"]
-    held = {name: getattr(one.memory[rank], name.removesuffix("_bytes")) for name in kinds}
-    return RankMemoryAnswer(rank=rank, **held)
-
-
-def explain(request: LayoutRequest, layout: Layout, best: Estimate | None) -> ExplainAnswer:
-    """Why a layout is not the best one: first the rules, those of the framework too."""
-    problem, rates = request.problem, str(request.problem.rates)
-    try:
-        require_layout(problem, layout)
-        for _, wrong in request.wrong(layout):
-            raise InputError(f"{request.framework} cannot express it: {wrong}")
-        one = evaluate(problem, layout, compiled_walk())
-    except InputError as error:
-        return ExplainAnswer(layout=str(layout), rates=rates, refused=str(error))
-    parts = differences(one, one if best is None else best)
-    return ExplainAnswer.of(
-        ranges(problem, one),
-        layout=str(layout),
-        rates=rates,
-        causes=causes(problem, layout),
-        row=_layout_row(problem, one, one if best is None else best),
-        shortages=shortages(one),
-        differs=() if best is None else tuple(layout.differences(best.layout)),
-        parts=tuple(
-            PartAnswer.of(part, best_seconds=None if best is None else part.other_seconds)
-            for part in parts
-        ),
-        prices=tuple(map(PriceAnswer.of, price_effects(problem, one, compiled_walk()))),
-    )
-
-
-def _front(searches: Searches, stop: StopToken | None) -> Iterator[FrontPoint]:
-    """The fastest layout for less and less memory, from any amount to too little.
-
-    One limit is what a device has. What is no faster than a later point is left out.
-    """
-    problem = searches.request.problem
-    limit, has, last = inf, problem.fabric.memory_bytes, None
-    while not is_stopped(stop):
-        best = searches.search(problem, 1, memory_bytes=limit, stop=stop).best
-        point = None
-        if best:
-            point = FrontPoint.of(best[0], limit_bytes=limit, layout=str(best[0].layout))
-        if last is not None and (point is None or point.seconds > last.seconds * (1 + 1e-9)):
-            yield last
-        if point is None:
-            return
-        last, below = point, point.peak_bytes * LESS_MEMORY
-        limit = has if below < has < limit and point.peak_bytes > has else below
-
-
-def _states_too_large(request: LayoutRequest) -> str | None:
-    """That states alone are more than all devices have, whatever the layout; None if not."""
-    problem, has = request.problem, request.problem.fabric.memory_bytes
-    needed = request.searched.least_bytes(problem)
-    if needed <= has * (1 + RELATIVE_TOLERANCE):
-        return None
-    return (
-        f"a device has {format_bytes(has)}; weights, gradients, the optimizer's state and the "
-        f"reserve alone would need {format_bytes(needed)} on each of {problem.fabric.devices}"
-    )
-
-
-def _too_large(problem: TrainingProblem, least: FrontPoint) -> str:
-    missing = least.peak_bytes - problem.fabric.memory_bytes
-    return (
-        f"a device has {format_bytes(problem.fabric.memory_bytes)}; {least.layout} would need "
-        f"{format_bytes(least.peak_bytes)}, {format_bytes(missing)} more, and no layout much less"
-    )
-
-
-def _what_if(searches: Searches, stop: StopToken | None) -> Iterator[WhatIf]:
-    for change, changed in better_machines(searches.request.problem):
-        if is_stopped(stop):
-            return
-        found = searches.search(changed, 1, stop=stop)
-        one = found.best[0] if found.best else None
-        yield WhatIf(
-            change=change,
-            seconds=None if one is None else one.seconds,
-            layout=None if one is None else str(one.layout),
-        )
-
-
-def layout_memory(request: MemoryRequest, stop: StopToken | None = None) -> LayoutMemoryAnswer:
-    """The memory of a layout, whether or not it fits.
-
-    Raises
-    ------
-    InputError
-        If the layout breaks a rule of the model, the batch or the devices.
-    """
-    problem = request.problem
-    found = evaluate(problem, request.layout, compiled_walk())
-    return LayoutMemoryAnswer.of(
-        ranges(problem, found),
-        layout=str(request.layout),
-        memory_bytes=problem.fabric.memory_bytes,
-        rates=str(problem.rates),
-        ranks=tuple(_memory_answer(found, rank) for rank in range(len(found.memory))),
-        shortages=shortages(found),
-        remarks=remarks_on(problem.architecture, problem.sequence),
     )

@@ -3,12 +3,14 @@
 from collections.abc import Iterator, Sequence
 from math import inf, isfinite
 
+from stagewright.formulations.parallelism.document import rounded
 from stagewright.formulations.parallelism.layout import parse_layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.graphs.models.traits import said_parameters
 from stagewright.service.answers import AnswerTable, ShownAnswer
 from stagewright.service.layouts.calibrating import CalibrateAnswer
+from stagewright.service.layouts.failures import said_failures, seconds_or_never
 from stagewright.service.layouts.profiled import ProfiledAnswer, ProfiledPoolAnswer
 from stagewright.service.layouts.requests import (
     ExplainAnswer,
@@ -19,7 +21,6 @@ from stagewright.service.layouts.requests import (
     RefinedAnswer,
 )
 
-_ROUNDING_SECONDS = 1e-8
 KINDS = ("weights", "gradients", "optimizer", "activations", "buffers", "reserve")
 """Of what a rank's memory holds."""
 _FITS = {
@@ -30,23 +31,33 @@ _FITS = {
 
 def best_table(rows: Sequence[LayoutRow]) -> AnswerTable:
     """The best layouts, with what each loses by."""
-    head = (
-        "<layout", "time", "MFU", "TFLOP/s", "memory", "weights", "optimizer", "activations",
-        "<loses by",
-    )  # fmt: skip
+    failing = bool(rows) and rows[0].goodput is not None
+    head = FAILING if failing else HEAD
     return AnswerTable("The fastest layouts", head, [_cells(one) for one in rows])
 
 
+HEAD = (
+    "<layout", "time", "MFU", "TFLOP/s", "memory", "weights", "optimizer", "activations",
+    "<loses by",
+)  # fmt: skip
+FAILING = ("<layout", "time", "with failures", "goodput", "MFU", "memory", "<loses by")
+
+
 def _cells(one: LayoutRow) -> tuple[str, ...]:
+    memory, time = one.memory, format_seconds(one.seconds)
+    total, mfu = format_bytes(memory.total_bytes), f"{one.mfu:.1%}"
+    if one.goodput is not None:
+        effective = seconds_or_never(one.effective_seconds)
+        return one.layout, time, effective, f"{one.goodput:.2%}", mfu, total, one.loses_by
     return (
         one.layout,
-        format_seconds(one.seconds),
-        f"{one.mfu:.1%}",
+        time,
+        mfu,
         f"{one.flops_per_device / 1e12:.0f}",
-        format_bytes(one.memory.total_bytes),
-        format_bytes(one.memory.weights_bytes + one.memory.gradients_bytes),
-        format_bytes(one.memory.optimizer_bytes),
-        format_bytes(one.memory.activations_bytes + one.memory.buffers_bytes),
+        total,
+        format_bytes(memory.weights_bytes + memory.gradients_bytes),
+        format_bytes(memory.optimizer_bytes),
+        format_bytes(memory.activations_bytes + memory.buffers_bytes),
         one.loses_by,
     )
 
@@ -63,6 +74,7 @@ def best_lines(name: str, problem: TrainingProblem, answer: LayoutAnswer) -> Ite
         )
     interrupted = answer.status == "interrupted"
     proof = "not proved: interrupted" if interrupted else f"{answer.status} by the model"
+    proof += "" if answer.failures is None else ", with failures"
     yield (
         f"{name} on {problem.fabric.devices} {problem.fabric.device}: "
         f"{format_seconds(best.seconds)} per iteration ({proof}), bound "
@@ -80,9 +92,12 @@ def best_lines(name: str, problem: TrainingProblem, answer: LayoutAnswer) -> Ite
         if one.seconds < best.seconds:
             yield f"faster, with blocks by stage: {format_seconds(one.seconds)}, {one.layout}"
     days = answer.training_days
+    with_ = "without interruptions" if answer.failures is None else "with failures"
     yield f"{best.tokens_per_second:,.0f} tokens/s" + (
-        "" if days is None else f"; all tokens take {days:,.1f} days without interruptions"
+        "" if days is None else f"; all tokens take {days:,.1f} days {with_}"
     )
+    if answer.failures is not None:
+        yield from said_failures(answer.failures)
     if answer.fastest_rows < len(answer.rows) and not interrupted:
         many = (
             f"the first {answer.fastest_rows} of the table are"
@@ -183,13 +198,13 @@ def explained_tables(one: ExplainAnswer) -> Iterator[AnswerTable]:
         [
             (
                 part.part,
-                format_seconds(_rounded(part.seconds)),
+                format_seconds(rounded(part.seconds)),
                 *(
                     ("-", "-")
                     if part.best_seconds is None
                     else (
-                        format_seconds(_rounded(part.best_seconds)),
-                        format_seconds(_rounded(part.seconds - part.best_seconds)),
+                        format_seconds(rounded(part.best_seconds)),
+                        format_seconds(rounded(part.seconds - part.best_seconds)),
                     )
                 ),
             )
@@ -207,7 +222,7 @@ def explained_tables(one: ExplainAnswer) -> Iterator[AnswerTable]:
                 price.source,
             )
             for price in one.prices
-            if _rounded(price.seconds) > 0
+            if rounded(price.seconds) > 0
         ],
     )
 
@@ -217,7 +232,7 @@ def explained_lines(one: ExplainAnswer, limit: float) -> Iterator[str]:
     if one.refused is not None:
         yield f"{one.layout}: not possible: {one.refused}"
         return
-    others = [price.price for price in one.prices if _rounded(price.seconds) <= 0]
+    others = [price.price for price in one.prices if rounded(price.seconds) <= 0]
     if others:
         yield f"no time here: {', '.join(others)}"
     if one.differs:
@@ -229,6 +244,9 @@ def explained_lines(one: ExplainAnswer, limit: float) -> Iterator[str]:
         yield f"in all {format_seconds(one.row.seconds)}, {expected(one.row)}" + (
             f"; {rank}" if rank else ""
         )
+        if one.row.goodput is not None:
+            effective = seconds_or_never(one.row.effective_seconds)
+            yield f"with failures: {effective} per iteration, goodput {one.row.goodput:.2%}"
     yield from shortage_lines(one.shortages)
 
 
@@ -359,6 +377,8 @@ def shown_layouts(answer: LayoutAnswer) -> ShownAnswer:
         for best in answer.rows[:1]:
             fits = bytes_in_range(best, problem.fabric.memory_bytes)
             lines.append(f"{best.layout}: {expected(best)}; {fits}")
+    if answer.failures is not None:
+        lines += said_failures(answer.failures)
     if answer.explained is not None:
         limit = inf if plan is None else plan.problem.fabric.memory_bytes
         lines += [f"explained {answer.explained.layout}:"]
@@ -387,8 +407,3 @@ def _percent(share: float | None) -> str:
 
 def _seconds(value: float | None) -> str:
     return "-" if value is None else format_seconds(value)
-
-
-def _rounded(seconds: float) -> float:
-    """Seconds; 0 where only rounding errors of sums are left."""
-    return 0.0 if abs(seconds) < _ROUNDING_SECONDS else seconds

@@ -64,7 +64,8 @@ class FoundLayouts:
     No layout of the space that fits is faster than ``bound``; if ``proved``, the first of the
     ``best`` is the fastest, or none fits. The first ``fastest`` of them are the fastest of the
     space. ``examined`` layouts were evaluated; ``folded`` are those of them that fit and are like
-    one of the best, but slower.
+    one of the best, but slower. No layout of the space that is in neither list is faster than
+    ``others``.
     """
 
     best: tuple[Estimate, ...]
@@ -72,6 +73,7 @@ class FoundLayouts:
     bound: float
     proved: bool
     fastest: int
+    others: float
     examined: int
     seconds: float
 
@@ -125,6 +127,7 @@ def search(
         bound=min([open_bound, *(one.seconds for one in (*best, *tree.folded))]),
         proved=open_bound >= tree.least,
         fastest=sum(one.seconds <= open_bound for one in best),
+        others=min(open_bound, tree.worst),
         examined=tree.examined,
         seconds=time.perf_counter() - started,
     )

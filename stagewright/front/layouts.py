@@ -11,6 +11,7 @@ from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
     from stagewright.formulations.parallelism.document import LayoutPlan
+    from stagewright.formulations.parallelism.goodput import Failures
     from stagewright.formulations.parallelism.layout import Layout
     from stagewright.formulations.parallelism.profiles.document import ProfiledDocument
     from stagewright.formulations.parallelism.profiles.pipelines import ProfiledProblem
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from stagewright.formulations.parallelism.trials import Trial, Tuning
     from stagewright.graphs.models.architecture import Architecture
     from stagewright.service.layouts.calibrating import CalibrateAnswer
+    from stagewright.service.layouts.frontier import FrontierAnswer
     from stagewright.service.layouts.profiled import ProfiledAnswer
     from stagewright.service.layouts.requests import LayoutAnswer, LayoutMemoryAnswer
     from stagewright.service.layouts.tuning import TuneAnswer
@@ -38,6 +40,8 @@ def train_plan(
     what_if: bool = False,
     unfolded: bool = False,
     tokens: float | None = None,
+    failures: "Failures | None" = None,
+    simulations: int = 0,
     time_limit: float = 60.0,
     on_progress: OnProgress = silent,
     stop: StopToken | None = None,
@@ -75,6 +79,10 @@ def train_plan(
         divide samples or their tokens.
     tokens
         Of the whole training: the answer has its days.
+    failures
+        How often devices fail (:class:`Failures`): rank layouts by their time with failures.
+    simulations
+        Simulate so many runs of the best layout with failures, as a check of its goodput.
     time_limit
         Of the search, in seconds.
     on_progress
@@ -84,7 +92,8 @@ def train_plan(
     options
         With ``config``: the other options of ``stagewright train-plan`` by their names with
         underscores, as the service takes them, such as ``device``, ``gpus``, ``cluster``,
-        ``global_batch``, ``sequence``, ``precision``, ``tensor=(1, 2)`` or ``rates``.
+        ``global_batch``, ``sequence``, ``precision``, ``tensor=(1, 2)``, ``mtbf="50000h"`` or
+        ``rates``.
 
     Returns
     -------
@@ -98,7 +107,9 @@ def train_plan(
     InputError
         If no layout obeys the rules of the model, the batch and the devices.
     """
-    fields = fields_of(locals(), "problem", "space", "config", "on_progress", "stop", "options")
+    fields = fields_of(
+        locals(), "problem", "space", "config", "failures", "on_progress", "stop", "options"
+    )
     from stagewright.service.layouts.configured import TrainPlanInputs
     from stagewright.service.layouts.requests import LayoutRequest
     from stagewright.service.layouts.searching import find_layouts
@@ -110,13 +121,73 @@ def train_plan(
         )
     if problem is None:
         architecture = _architecture(config)
-        request = TrainPlanInputs.of(**fields, **_read(options)).layouts_of(architecture)
+        changed = {} if failures is None else {"failures": failures}
+        request = TrainPlanInputs.of(**fields, **_read(options)).layouts_of(architecture, **changed)
         request = request if space is None else request.model_copy(update={"space": space})
     else:
         for name in options:
             raise InputError(f"{name} goes with config; a problem says it already")
-        request = LayoutRequest.of(problem=problem, space=space or Space(), **fields)
+        request = LayoutRequest.of(
+            problem=problem, space=space or Space(), failures=failures, **fields
+        )
     return find_layouts(request, on_progress, stop)
+
+
+def frontier(
+    problems: "Sequence[TrainingProblem]",
+    space: "Space | None" = None,
+    *,
+    framework: str | None = None,
+    by_stage: bool = True,
+    tokens: float | None = None,
+    failures: "Failures | None" = None,
+    price: float | None = None,
+    deadline_seconds: float | None = None,
+    time_limit: float = 60.0,
+    stop: StopToken | None = None,
+) -> "FrontierAnswer":
+    """Compare the best layouts of several problems, such as numbers of GPUs.
+
+    Parameters
+    ----------
+    problems
+        See :func:`training_problem`.
+    space, framework, by_stage, tokens, failures
+        See :func:`train_plan`.
+    price
+        Dollars of a GPU-hour.
+    deadline_seconds
+        Choose the cheapest layout that trains all tokens in so many seconds.
+    time_limit
+        Seconds of the search of each problem.
+    stop
+        Ends the searches once it is set; the answer is then the best so far.
+
+    Returns
+    -------
+    FrontierAnswer
+        ``rows`` with the best layout of each problem, its time with a range and a bound, its cost,
+        and whether it is on the Pareto front; with a deadline the place of the ``chosen`` row and
+        its ``plan``, or the ``reason`` why there is none.
+
+    Raises
+    ------
+    InputError
+        If an argument is out of range.
+    """
+    from stagewright.service.layouts.frontier import FrontierRequest, find_frontier
+    from stagewright.service.layouts.requests import LayoutRequest
+    from stagewright.solvers.parallelism.space import Space
+
+    layouts = tuple(
+        LayoutRequest.of(
+            problem=problem, space=space or Space(), framework=framework, by_stage=by_stage,
+            tokens=tokens, failures=failures, time_limit=time_limit,
+        )
+        for problem in problems
+    )  # fmt: skip
+    request = FrontierRequest.of(layouts=layouts, price=price, deadline_seconds=deadline_seconds)
+    return find_frontier(request, stop)
 
 
 def memory(
@@ -144,8 +215,8 @@ def memory(
     """
     from stagewright.formulations.parallelism.document import LayoutPlan
     from stagewright.service.layouts.configured import MemoryInputs
+    from stagewright.service.layouts.explaining import layout_memory
     from stagewright.service.layouts.requests import MemoryRequest
-    from stagewright.service.layouts.searching import layout_memory
 
     if isinstance(layout, LayoutPlan):
         if config is not None or options:

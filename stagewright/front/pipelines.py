@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from stagewright.front.results import Picture, PlanResult
     from stagewright.graphs.machines.cluster import Cluster
     from stagewright.graphs.models.chain import Chain
+    from stagewright.service.layouts.difference import LayoutDifference
     from stagewright.service.pipelines.answers import CompareAnswer, PartitionAnswer
     from stagewright.service.pipelines.sweeping import SweepAnswer, SweepRow
     from stagewright.service.pipelines.what_if import WhatIfAnswer, WhatIfRow
@@ -319,17 +320,28 @@ def check_proofs(
     return answer(CheckRequest.of(**given, proofs=True)).verdicts
 
 
-def diff(first: "PipelinePlan", second: "PipelinePlan") -> "PlanDifference":
+def diff(
+    first: "PipelinePlan | LayoutPlan", second: "PipelinePlan | LayoutPlan"
+) -> "PlanDifference | LayoutDifference":
     """How much longer ``second`` takes than ``first``, by cause, and what it does otherwise.
+
+    Both are plans, or both are layouts (see :func:`train_plan`).
 
     Raises
     ------
     InputError
-        If they are plans of different models, or a schedule lacks actions.
+        If they are of different kinds or models, or the schedule of a plan lacks actions.
     """
     from stagewright.executor.simulation.difference import differ
+    from stagewright.formulations.plans.plan import PipelinePlan
 
-    return differ(first, second)
+    if isinstance(first, PipelinePlan) and isinstance(second, PipelinePlan):
+        return differ(first, second)
+    if isinstance(first, PipelinePlan) or isinstance(second, PipelinePlan):
+        raise InputError("one is a plan, the other a layout: only two of a kind are compared")
+    from stagewright.service.layouts.difference import layout_difference
+
+    return layout_difference(first, second)
 
 
 def simulate(

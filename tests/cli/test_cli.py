@@ -87,7 +87,10 @@ def test_version_and_no_command() -> None:
     [
         (["pln"], "No such command 'pln'. Did you mean 'plan'?"),
         (["--nope"], "No such option"),
-        (["train-plan", "x.json", "--gpus", "4x8"], "Invalid value for '--gpus': no whole number"),
+        (
+            ["train-plan", "x.json", "--per-server", "2x"],
+            "Invalid value for '--per-server': no whole",
+        ),
         (["plan", "--time-limit", "soon"], "Invalid value for '--time-limit': no number"),
         (["plan"], "Missing option '--model'"),
         (["schedule", "--stages", "two"], "Invalid value for '--stages'"),

@@ -5,14 +5,17 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from commands import answered, answered_json, refused, rewrite, run
 
+import stagewright
 from stagewright.cli import interruptible, solving
 from stagewright.formulations.parallelism.document import load_layout, violations
 from stagewright.formulations.parallelism.layout import parse_layout
+from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.parallelism.refining import work_alike
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -438,8 +441,6 @@ def test_tokens_per_second_and_days() -> None:
     assert found["training_days"] == pytest.approx(days)
     shown = answered(*asked, "--tokens", "15e12")
     assert f"all tokens take {days:,.1f} days without interruptions" in shown
-    assert "tokens/s" in answered(*asked)
-    assert answered_json(*asked)["training_days"] is None
     # One token more than ten iterations are eleven.
     one = answered_json(*asked, "--tokens", 10 * 32 * 2048 + 1)
     assert one["training_days"] == pytest.approx(11 * one["rows"][0]["seconds"] / 86_400)
@@ -495,3 +496,145 @@ def test_an_interrupted_search_answers_with_a_layout(monkeypatch: pytest.MonkeyP
     assert found["rows"][0]["seconds"] >= best * (1 - 1e-9)
     assert violations(load_layout("layout.json")) == ()
     assert "(not proved: interrupted), bound" in answered(*PLAN)
+
+
+def test_two_layouts_are_compared() -> None:
+    answered(*PLAN, *FOUR, "--alike", "-o", "four.json")
+    answered(*PLAN, "--pipeline", 1, "--zero", "2,3", "--alike", "-o", "one.json")
+    found = answered_json("diff", "four.json", "one.json")
+    first, second = load_layout("four.json"), load_layout("one.json")
+    whole = found["iteration"]
+    for name, plan in (("first", first), ("second", second)):
+        assert whole[f"{name}_seconds"] == pytest.approx(plan.iteration_seconds)
+        parts = sum(part[f"{name}_seconds"] for part in found["parts"])
+        assert parts == pytest.approx(plan.iteration_seconds)
+    peaks = [[one.total for one in plan.memory] for plan in (first, second)]
+    assert found["memory_bytes"] == [pytest.approx(one) for one in peaks]
+    assert {"pipeline 4 -> 1", "data 4 -> 16"} <= set(found["changes"])
+    moved = {part["cause"]: part for part in found["prices"]}
+    assert moved["pipeline transfers"]["second_seconds"] == 0
+    assert "pipeline 4 -> 1" in answered("diff", "four.json", "one.json")
+    assert "nothing is different" in answered("diff", "one.json", "one.json")
+    assert "expected a 'stagewright-layout'" in refused("diff", "one.json", "config.json")
+    told = stagewright.diff(first, replace(second, problem=replace(second.problem, sequence=1024)))
+    assert "sequence 2048 -> 1024" in told.changes
+    other = replace(second.problem, architecture=replace(second.problem.architecture, layers=8))
+    with pytest.raises(InputError, match="only layouts of one model"):
+        stagewright.diff(first, replace(second, problem=other))
+
+
+KINDS = ("train-plan", "config.json", "--servers", "a100:1x2,h100:1x4", *RUN)
+
+
+def test_servers_of_several_kinds() -> None:
+    shown = answered(*KINDS, "-o", "mixed.json", "--time-limit", 5)
+    assert "when measured, if each kind is within its rates' range" in shown
+    assert "valid" in answered("check", "mixed.json")
+    assert "--gpus does not apply to a config.json on --servers" in refused(*KINDS, "--gpus", 8)
+    assert "--servers" in refused(*PLAN[:2], "--servers", "a200:1x2", *RUN)
+    assert "--precision must be fp32, fp16, bf16" in refused(
+        *KINDS[:3], "h100:1x4", *RUN, "--precision", "fp8"
+    )
+
+
+SIZES = (*PLAN[:2], "--device", "h100", "--gpus", "8-32", *RUN, "--alike")
+
+
+def test_several_numbers_of_gpus_and_a_deadline() -> None:
+    few = ("--pipeline", "1,2", "--tensor", 1, "--context", 1, "--microbatch-sizes", 1)
+    asked = (*SIZES, *few, "--tokens", "1e11", "--price", "2.5")
+    found = answered_json(*asked, "--png", "front.png")
+    rows = found["rows"]
+    assert [row["gpus"] for row in rows] == [8, 16, 32]
+    for row in rows:
+        one = answered_json(*asked[:5], row["gpus"], *asked[6:-2])
+        assert row["layout"] == one["rows"][0]["layout"]
+        assert row["days"] == pytest.approx(one["training_days"])
+        assert row["bound_days"] <= row["days"] <= row["days_high"]
+        assert row["dollars"] == pytest.approx(2.5 * row["gpus"] * 24 * row["days"])
+        assert row["is_pareto"] == all(
+            other is row or other["days"] > row["days"] or other["dollars"] > row["dollars"]
+            for other in rows
+        )
+    assert Path("front.png").read_bytes().startswith(PNG)
+    limit = (rows[1]["days"] + rows[0]["days"]) / 2
+    shown = answered(*asked, "--deadline", f"{limit}d", "-o", "chosen.json")
+    able = [row for row in rows if row["days"] <= limit]
+    cheapest = min(able, key=lambda row: row["dollars"])
+    assert f"chosen: {cheapest['gpus']} GPUs" in shown
+    assert str(load_layout("chosen.json").layout) == cheapest["layout"]
+    none = answered(*asked, "--deadline", "1min", code=1)
+    assert "(proved by the bounds); the nearest takes" in none
+    assert "on 32 GPUs" in none
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--deadline", "3d"), "--deadline needs --tokens"),
+        (("--server", "http://127.0.0.1:1"), "--server: it plans one size, without --price"),
+        (("-o", "layout.json"), "-o keeps the layout that --deadline chooses"),
+        (("--price", "cheap"), "--price 'cheap' is neither a number of dollars nor a file"),
+        (("--price", "-1"), "--price: "),
+        (("--what-if",), "--from, --explain, --front and --what-if are of one number of GPUs"),
+        (("--gpus", "32-8"), "--gpus '32-8' goes down"),
+        (("--sequence", "2048,0"), "--sequence must be at least 1"),
+    ],
+)
+def test_refusals_of_several_sizes(options: tuple[object, ...], message: str) -> None:
+    assert message in refused(*SIZES, *options)
+
+
+def test_sequences_are_swept_and_prices_are_of_the_market() -> None:
+    spot = {"provider": "aws", "region": "us", "name": "p5", "gpu": "H100", "gpus": 8}
+    series = [
+        {"instance": spot | {"on_demand": 32.0}, "seconds": [0.0], "dollars_per_hour": [9.0],
+         "until_seconds": 10.0},
+    ]  # fmt: skip
+    market = {"series": series, "format": "stagewright-prices", "version": 1}
+    Path("prices.json").write_text(json.dumps(market))
+    asked = (*PLAN, "--alike", "--pipeline", 1, "--price", "prices.json")
+    found = answered_json(*asked, "--sequence", "1024,2048")
+    assert [row["sequence"] for row in found["rows"]] == [1024, 2048]
+    for row in found["rows"]:
+        assert row["dollars"] == pytest.approx(4.0 * row["gpu_hours"])
+        assert row["days"] == pytest.approx(1e9 / row["tokens_per_second"] / 86_400)
+        assert row["is_pareto"]
+    assert "no a100 on demand, only H100" in refused(*asked, "--device", "a100")
+
+
+FAILING = (*PLAN, *FOUR, "--alike", "--mtbf", "2000h", "--checkpoint-bandwidth", "100MB/s")
+
+
+def test_failures_rank_layouts_and_take_their_time() -> None:
+    asked = (*FAILING, "--top", 3, "--repair", "12h", "--tokens", "1e11")
+    found = answered_json(*asked, "--simulate", 20)
+    rows, failures = found["rows"], found["failures"]
+    times = [row["effective_seconds"] for row in rows]
+    assert times == sorted(times)
+    assert all(
+        row["goodput"] == pytest.approx(row["seconds"] / row["effective_seconds"]) for row in rows
+    )
+    assert failures["bound_effective_seconds"] <= times[0] == failures["effective_seconds"]
+    assert failures["simulated_low"] <= failures["goodput"] <= failures["simulated_high"]
+    days = 1e11 / (32 * 2048) * times[0] / 86_400
+    assert found["training_days"] == pytest.approx(days, rel=1e-5)
+    shown = answered(*asked, "--explain", rows[2]["layout"])
+    assert f"goodput {failures['goodput']:.2%}; bound" in shown
+    assert f"goodput {rows[2]['goodput']:.2%}" in shown
+    assert f"all tokens take {days:,.1f} days with failures" in shown
+    assert "with servers too few " in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--spares", 2), "--spares: needs --mtbf, for example 50000h"),
+        (("--mtbf", "9h"), "--mtbf needs --checkpoint-bandwidth, for example 2GB/s"),
+        ((*FAILING[-4:], "--mtbf", 9), "--mtbf '9' has no unit; write for example 90s"),
+        ((*FAILING[-4:], "--spares", 1), "--spares need --repair: without it no server is away"),
+        (("--simulate", 5), "--simulate must be 2 or more, of runs with failures"),
+    ],
+)
+def test_refusals_of_failures(options: tuple[object, ...], message: str) -> None:
+    assert message in refused(*PLAN, *options)

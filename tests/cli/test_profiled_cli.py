@@ -201,9 +201,10 @@ def test_profiles_that_are_not_imported() -> None:
     assert "import them with --config and --sequence" in refused(*plan())
 
 
-def test_options_of_layer_profiles_do_not_apply_to_a_configuration() -> None:
+def test_options_do_not_apply_to_a_configuration_on_servers_of_several_kinds() -> None:
     given = ("train-plan", "config.json", "--global-batch", 8)
-    assert "--servers does not apply to config.json" in refused(*given, "--servers", "a100:1x2")
+    asked = (*given, "--servers", "a100:1x2", "--zero", 1, "--mtbf", "9h")
+    assert "--zero, --mtbf do not apply to a config.json on --servers" in refused(*asked)
     machines = ("--device", "h100", "--gpus", 2)
     assert "--sequence is missing" in refused(*given, *machines, "--time-limit", 3)
 

@@ -43,10 +43,10 @@ FUNCTIONS = [
 ]
 TAKEN = {
     "allocation": {AllocationPlan}, "architecture": {Architecture}, "chain": {Chain},
-    "cluster": {Cluster}, "fabric": {Fabric, Cluster}, "first": {PipelinePlan},
+    "cluster": {Cluster}, "fabric": {Fabric, Cluster}, "first": {PipelinePlan, LayoutPlan},
     "graph": {StepGraph}, "inter": {Link}, "intra": {Link}, "jobs": {Workload}, "market": {Market},
     "plan": {PipelinePlan}, "pool": {Pool}, "profiles": {LayerProfiles}, "reference": {Throughputs},
-    "second": {PipelinePlan}, "start": {PipelinePlan}, "trace": {DOCUMENTS["trace"]},
+    "second": {PipelinePlan, LayoutPlan}, "start": {PipelinePlan}, "trace": {DOCUMENTS["trace"]},
     "workload": {Workload},
 }  # fmt: skip
 """What is taken where, by the names of parameters."""
@@ -148,6 +148,14 @@ def test_a_configuration_is_planned_as_its_problem_is(layout_answer, monkeypatch
     rates = stagewright.calibrate([slower], LLAMA, global_batch=8, framework="megatron", **words)
     assert rates.rows[0].after_seconds == pytest.approx(slower["seconds"], rel=1e-3)
     assert repr(rates).startswith("from ")
+    words |= {"config": LLAMA, "global_batch": 8, "by_stage": False}
+    said = stagewright.train_plan(**words, mtbf="2000h", checkpoint_bandwidth="1GB/s", repair=3600)
+    failures = stagewright.Failures(7.2e6, 1e9, repair_seconds=3600)
+    assert stagewright.train_plan(**words, failures=failures).failures == said.failures
+    assert f"goodput {said.failures.goodput:.2%}" in repr(said)
+
+
+TWO = {"config": LLAMA, "device": "h100", "gpus": 2, "sequence": 1024, "global_batch": 8}
 
 
 @pytest.mark.parametrize(
@@ -158,6 +166,8 @@ def test_a_configuration_is_planned_as_its_problem_is(layout_answer, monkeypatch
         ({"config": LLAMA, "gpu": 2}, "gpu: unknown field"),
         ({"config": LLAMA, "device": "h100", "gpus": 2}, "sequence is missing"),
         ({"config": LLAMA, "device": "h100", "gpus": 2, "memory": "80"}, "memory '80' has no unit"),
+        ({**TWO, "spares": 1}, "`spares`: needs `mtbf`"),
+        ({**TWO, "mtbf": "9h"}, "mtbf needs `checkpoint_bandwidth`"),
     ],
 )
 def test_what_a_configuration_lacks_is_said_by_its_field(given, message):

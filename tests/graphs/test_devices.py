@@ -38,7 +38,7 @@ def test_the_kinds_that_have_fp8_have_bf16() -> None:
     kinds = ACCELERATORS.values()
     assert all(one.has_bf16 for one in kinds if one.fp8_flops is not None)
     assert {one.name for one in kinds if one.has_bf16 and one.fp8_flops is None} == {
-        "a10", "a100", "a100-80gb", "a40", GENERIC, "mi250x", "rtx3090", "tpu-v6e",
+        "a10", "a100", "a100-80gb", "a40", GENERIC, "mi250x", "rtx3080", "rtx3090", "tpu-v6e",
     }  # fmt: skip
     assert set(ACCELERATORS) >= {"v100", "a100", GENERIC}
     # 79.10 GiB as torch has them, in place of 80 decimal gigabytes.

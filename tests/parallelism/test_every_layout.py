@@ -38,9 +38,10 @@ from stagewright.graphs.models.architecture import (
 )
 from stagewright.graphs.models.modules import MODULES
 from stagewright.graphs.models.traits import remarks_on
+from stagewright.service.layouts.machines import LESS_MEMORY
 from stagewright.service.layouts.problems import training_problem
 from stagewright.service.layouts.requests import FrontPoint, LayoutRequest, LayoutRow, RefinedRow
-from stagewright.service.layouts.searching import LESS_MEMORY, find_layouts
+from stagewright.service.layouts.searching import find_layouts
 from stagewright.solvers.parallelism.family import LayerFamily
 from stagewright.solvers.parallelism.refining import search
 from stagewright.solvers.parallelism.space import Space

@@ -29,9 +29,10 @@ from stagewright.graphs.machines.rates import (
 from stagewright.graphs.machines.stack_memory import PLAIN, STACK_MEMORY
 from stagewright.graphs.models.architecture import Architecture
 from stagewright.graphs.models.recurrences import Recurrence
+from stagewright.service.layouts.explaining import layout_memory
 from stagewright.service.layouts.problems import training_problem
 from stagewright.service.layouts.requests import LayoutAnswer, LayoutRequest, MemoryRequest
-from stagewright.service.layouts.searching import find_layouts, layout_memory
+from stagewright.service.layouts.searching import find_layouts
 from stagewright.solvers.parallelism.space import Space
 from stagewright.solvers.parallelism.tree import compiled_walk
 

@@ -179,9 +179,10 @@ def based(draw: st.DrawFn) -> tuple[TrainingProblem, Layout]:
     if problem.architecture.next_tokens:
         tower = None  # what these keep is not counted here
     fewest = 0 if tower is None else tower.layers
+    uncounted = problem.memory.by_operator or problem.precision.fp8_products
     architecture = replace(
         problem.architecture, experts=None, tower=tower, next_tokens=None,
-        variants=() if problem.memory.by_operator else problem.architecture.variants,
+        variants=() if uncounted else problem.architecture.variants,
         layers=fewest + min(problem.architecture.layers - fewest, MOST_BLOCKS - fewest),
     )  # fmt: skip
     problem = replace(problem, architecture=architecture)

@@ -1,6 +1,6 @@
 """``train-plan`` and ``memory``: how to divide the training of a transformer among GPUs."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,12 +8,13 @@ import typer
 
 from stagewright.cli.commands import CommandOptions, ask, command, spelling
 from stagewright.cli.console import kept, say, tell, warn
+from stagewright.cli.layouts.frontier import FrontierOptions, Several, one_of, plan_frontier
 from stagewright.cli.layouts.printing import print_layouts, print_memory
 from stagewright.cli.layouts.profiled import (
     is_layout,
     is_profiles,
     on_command_line,
-    plan_profiles,
+    plan_servers,
     require_options,
 )
 from stagewright.cli.options import Printed, Served, Written
@@ -25,7 +26,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.service.layouts.configured import MemoryInputs, TrainPlanInputs
 from stagewright.service.layouts.requests import LayoutAnswer, LayoutMemoryAnswer, LayoutRequest
 from stagewright.service.layouts.told import bytes_in_range, shortage_lines
-from stagewright.service.options import Option
+from stagewright.service.options import Option, one_or_several
 
 if TYPE_CHECKING:
     from stagewright.executor.export.runs.run import TrainingRun
@@ -36,10 +37,10 @@ class PictureOptions(CommandOptions):
     """A picture of the answer."""
 
     png: Annotated[Path | None, Option(form="FILE"), Writes(".png")] = None
-    """Where to draw: the front, the stages of layer profiles, or the ranks' memory."""
+    """Where to draw: the front, time and cost, the stages of layer profiles, or ranks' memory."""
 
 
-class TrainPlanOptions(TrainPlanInputs, PictureOptions, Written, Served):
+class TrainPlanOptions(TrainPlanInputs, FrontierOptions, PictureOptions, Written, Served):
     """What ``train-plan`` is asked."""
 
     config: Annotated[Path | None, Option("CONFIG_OR_PROFILES")] = None
@@ -50,8 +51,28 @@ class TrainPlanOptions(TrainPlanInputs, PictureOptions, Written, Served):
     Megatron-LM, or a TOML file of torchtitan. It says model, layout, batch and GPUs; options
     override it."""
     servers: Annotated[str | None, Option(form="KIND:NxM,...")] = None
-    """For layer profiles: servers x GPUs by kind, for example a100:2x4,v100:3x8; memory and
+    """Servers x GPUs by kind, in place of --device and --gpus: a100:2x8,h100:2x8; memory and
     bandwidths may then be given by kind, for example a100=40GB,v100=16GB."""
+    gpus: Annotated[Several, Option(form="N", of_text=one_or_several)] = None  # type: ignore[assignment]
+    """Number of GPUs, or several: 8,24,64, or 8-1024 (8, 16, ... 1024)."""
+    sequence: Annotated[Several, Option(form="S", of_text=one_or_several)] = None  # type: ignore[assignment]
+    """Tokens in a sample, or several numbers of them: 4096,32768; for a config.json."""
+
+    @property
+    def is_frontier(self) -> bool:
+        """Whether layouts of several sizes, or their cost, are asked for."""
+        several = isinstance(self.gpus, tuple) or isinstance(self.sequence, tuple)
+        return several or self.price is not None or self.deadline is not None
+
+    def sizes(self) -> "Iterator[TrainPlanOptions]":
+        """The options for each number of GPUs and each length of sequences."""
+        for gpus in _each(self.gpus):
+            for sequence in _each(self.sequence):
+                yield self.model_copy(update={"gpus": gpus, "sequence": sequence})
+
+
+def _each(value: Several) -> tuple[int | None, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 @command(
@@ -63,6 +84,8 @@ class TrainPlanOptions(TrainPlanInputs, PictureOptions, Written, Served):
         "Arithmetic and memory": "precision attention no_overlap reserve gradients rates",
         "Layouts to consider": "pipeline tensor context replicas expert microbatch_sizes chunks"
         " schedule zero recompute offload_optimizer alike",
+        "Failures": "mtbf checkpoint_bandwidth checkpoints restart repair spares simulations",
+        "Several sizes, and cost": "price deadline",
         "More answers": "prefer explain front what_if unfolded tokens",
         "Search": "time_limit server",
     },
@@ -74,8 +97,8 @@ def train_plan(command_line: typer.Context, given: TrainPlanOptions) -> int:
     ZeRO and placement. With --for plan the layout becomes a plan of stages, by `stagewright export
     LAYOUT --to plan`, that `stagewright run` carries out and `stagewright plan` prices alike.
 
-    With measured layer profiles, on servers of several kinds: stages, replicas, tensor degrees and
-    kinds of GPU.
+    On --servers of several kinds, by computed layers or by measured layer profiles: stages,
+    replicas, tensor degrees and kinds of GPU.
     """
     are_profiles = given.config is not None and is_profiles(given.config)
     config = given.config or given.run
@@ -85,7 +108,11 @@ def train_plan(command_line: typer.Context, given: TrainPlanOptions) -> int:
         )
     require_options(command_line, config, are_profiles)
     if are_profiles:
-        return plan_profiles(given)
+        return plan_servers(given, config, None)
+    if given.servers is not None:
+        return plan_servers(given, config, read_model(config, one_of(given.sequence, "sequence")))
+    if given.is_frontier:
+        return plan_frontier(given, config.name, _requests(given, config))
     with spelling(TrainPlanOptions):
         request = _request(given, config, on_command_line(command_line))
     answer = find(LayoutAnswer, request, f"planning {config.name}", given.server)
@@ -105,13 +132,27 @@ def _request(given: TrainPlanOptions, config: Path, on_line: Collection[str]) ->
     """The search for the layouts of a configuration, or of the run that one has."""
     front = given.front or given.png is not None
     if given.run is None:
-        return given.layouts_of(read_model(config, given.sequence), front=front)
+        architecture = read_model(config, one_of(given.sequence, "sequence"))
+        return given.layouts_of(architecture, front=front)
     run, given = _with_run(given, given.run, on_line)
     if given.explain is not None:
         raise InputError("--explain: the run of --from is explained; leave one of them out")
     model = run.architecture if given.config is None else None
-    architecture = model or read_model(config, given.sequence)
+    architecture = model or read_model(config, one_of(given.sequence, "sequence"))
     return given.layouts_of(architecture, front=front, explain=run.layout)
+
+
+def _requests(given: TrainPlanOptions, config: Path) -> list[LayoutRequest]:
+    """The searches for each number of GPUs and each length of sequences."""
+    if given.run is not None or given.explain is not None or given.front or given.what_if:
+        raise InputError(
+            "--from, --explain, --front and --what-if are of one number of GPUs and one "
+            "--sequence, without --price and --deadline"
+        )
+    with spelling(TrainPlanOptions):
+        sequences = [one for one in _each(given.sequence) if one is not None]
+        architecture = read_model(config, max(sequences, default=None))
+        return [one.layouts_of(architecture) for one in given.sizes()]
 
 
 def read_model(config: Path, sequence: int | None) -> "Architecture":
@@ -134,7 +175,8 @@ def _with_run(
     """The run that a file describes, and the options with what it says where none is given."""
     from stagewright.executor.export.runs import read_run
 
-    run = read_run(file, given.gpus if given.cluster is None else given.fabric().devices)
+    gpus = given.gpus if given.cluster is None else given.fabric().devices
+    run = read_run(file, one_of(gpus, "gpus"))
     if run.architecture is None and given.config is None:
         raise InputError(f"{file}: the model is not said; give it: train-plan MODEL --from {file}")
     for note in run.notes:

@@ -48,7 +48,10 @@ def _print_rows(rows: "Sequence[LayoutRow]") -> None:
     if out().width >= WIDE:
         print_table(table.head, table.rows)
         return
-    for columns in ((0, 1, 2, 4), (3, 5, 6, 7, 8)):
+    halves: tuple[tuple[int, ...], ...] = ((0, 1, 2, 4), (3, 5, 6, 7, 8))
+    if rows[0].goodput is not None:
+        halves = ((0, 1, 2, 3), (4, 5, 6))
+    for columns in halves:
         print_table(
             ("#", *(table.head[one] for one in columns)),
             [

@@ -1,13 +1,13 @@
-"""``train-plan`` by layer profiles, and ``check`` of what ``train-plan`` wrote."""
+"""``train-plan`` on servers of several kinds, and ``check`` of what ``train-plan`` wrote."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from stagewright.cli.commands import ask, with_option
+from stagewright.cli.commands import ask, spelling
 from stagewright.cli.console import kept, percent, print_answer, print_table, say, tell
 from stagewright.cli.options import read_by_kind, read_groups
 from stagewright.cli.solving import find
@@ -18,17 +18,22 @@ from stagewright.graphs.documents.units import counted, format_seconds
 if TYPE_CHECKING:
     from stagewright.cli.layouts.layouts import TrainPlanOptions
     from stagewright.formulations.parallelism.profiles.cluster import Pool, ServerPools
+    from stagewright.formulations.parallelism.profiles.pipelines import ProfiledProblem
     from stagewright.graphs.machines.cluster import Cluster
+    from stagewright.graphs.models.architecture import Architecture
+    from stagewright.service.layouts.mixed import MixedProblem
     from stagewright.service.layouts.profiled import (
         CheckProfiledAnswer,
         ProfiledAnswer,
     )
     from stagewright.service.layouts.requests import CheckLayoutAnswer
 
-_PROFILES_ONLY = ("servers",)
-BOTH = ("global_batch", "time_limit", "server", "cluster", "server_bandwidth",
-        "network_bandwidth", "memory", "reserve", "png", "output", "as_json")  # fmt: skip
-"""Options of train-plan by what they are for; all others are for a config.json."""
+BOTH = ("global_batch", "time_limit", "server", "cluster", "server_bandwidth", "network_bandwidth",
+        "memory", "reserve", "png", "output", "as_json")  # fmt: skip
+"""Options of train-plan that apply to layer profiles too, which also have ``servers``."""
+MIXED = (*BOTH, "servers", "sequence", "precision", "attention", "tensor", "microbatch_sizes",
+         "images", "encoder_tokens")  # fmt: skip
+"""Options that apply to a config.json on servers of several kinds."""
 
 
 def is_profiles(path: Path) -> bool:
@@ -83,55 +88,104 @@ def on_command_line(context: typer.Context) -> list[str]:
 def require_options(context: typer.Context, path: Path, are_profiles: bool) -> None:
     """Refuse options that were given and do not apply to what is planned."""
     given = [name for name in on_command_line(context) if name != "config"]
-    known = (*_PROFILES_ONLY, *BOTH)
-    stray = [
-        name for name in given if (name not in known if are_profiles else name in _PROFILES_ONLY)
-    ]
+    if are_profiles:
+        known, what = {*BOTH, "servers"}, f"{path}, which is a file of layer profiles"
+    elif "servers" in given:
+        known, what = {*MIXED} - {"cluster"}, "a config.json on --servers"
+    else:
+        return
+    stray = [name for name in given if name not in known]
     if stray:
         options = ", ".join(_option(context, name) for name in stray)
-        what = "a file of layer profiles" if are_profiles else "not a file of layer profiles"
         apply = "does not apply" if len(stray) == 1 else "do not apply"
-        raise InputError(f"{options} {apply} to {path}, which is {what}")
+        raise InputError(f"{options} {apply} to {what}")
 
 
 def _option(context: typer.Context, name: str) -> str:
     return next(one.opts[0] for one in context.command.params if one.name == name)
 
 
-def plan_profiles(given: "TrainPlanOptions") -> int:
-    """Find the fastest plan by layer profiles; exit code 1 if none fits."""
+def plan_servers(
+    given: "TrainPlanOptions", config: Path, architecture: "Architecture | None"
+) -> int:
+    """Find the fastest plan on servers of several kinds; exit code 1 if none fits.
+
+    The layers were measured, or are computed for an architecture.
+    """
     from stagewright.formulations.parallelism.profiles.document import save_profiled_plan
-    from stagewright.graphs.models.layer_profiles import load_layer_profiles
-    from stagewright.service.layouts.inputs import size_of
-    from stagewright.service.layouts.problems import profiled_problem
+    from stagewright.service.layouts.inputs import renamed
+    from stagewright.service.layouts.mixed import within_rates
     from stagewright.service.layouts.profiled import ProfiledAnswer, ProfiledRequest
 
     batch = given.global_batch
     if batch is None:
-        raise InputError(f"{given.config} needs --global-batch, the samples between two updates")
-    assert given.config is not None
-    profiles = load_layer_profiles(given.config)
-    names = ("memory", "server_bandwidth", "network_bandwidth")
-    rates = {name: getattr(given, name) for name in names}
-    pools = read_server_pools(given.servers, given.cluster, rates, profiles.device_kinds)
-    reserve = size_of(given.reserve, "--reserve")
-    try:
-        problem = profiled_problem(profiles, pools, batch=batch, reserve_bytes=reserve)
-    except InputError as error:
-        options = {"batch": "--global-batch", "reserve_bytes": "--reserve"}
-        raise InputError(with_option(str(error), (), options)) from None
+        raise InputError(f"{config} needs --global-batch, the samples between two updates")
+    with spelling(type(given)), renamed(batch="global_batch", reserve_bytes="reserve"):
+        mixed = None if architecture is None else _mixed(given, architecture)
+        problem = _profiled(given, config, batch) if mixed is None else mixed.problem
+    name = problem.profiles.name if mixed is None else config.name
     request = ask(ProfiledRequest, problem=problem, time_limit=given.time_limit)
-    answer = find(ProfiledAnswer, request, f"planning {profiles.name}", given.server)
+    answer = find(ProfiledAnswer, request, f"planning {name}", given.server)
+    if mixed is not None:
+        answer = within_rates(answer, mixed)
     if answer.plan is not None and given.png is not None:
-        _draw(given.png, f"{profiles.name}, batch {batch}", answer)
+        _draw(given.png, f"{name}, batch {batch}", answer)
     written = kept(answer.plan, given, save_profiled_plan)
     tell(
         answer,
         given,
-        lambda answer: _print(profiles.name, batch, answer),
+        lambda answer: _print(name, batch, answer),
         (given.png, *written) if answer.plan is not None else (),
     )
     return 0 if answer.plan is not None else 1
+
+
+def _profiled(given: "TrainPlanOptions", file: Path, batch: int) -> "ProfiledProblem":
+    """The problem of measured layers."""
+    from stagewright.graphs.models.layer_profiles import load_layer_profiles
+    from stagewright.service.layouts.inputs import size_of
+    from stagewright.service.layouts.problems import profiled_problem
+
+    profiles = load_layer_profiles(file)
+    pools = read_server_pools(given.servers, given.cluster, _rates(given), profiles.device_kinds)
+    reserve = size_of(given.reserve, "reserve")
+    return profiled_problem(profiles, pools, batch=batch, reserve_bytes=reserve)
+
+
+def _mixed(given: "TrainPlanOptions", architecture: "Architecture") -> "MixedProblem":
+    """The problem of the layers of an architecture, computed for each kind."""
+    from stagewright.graphs.machines.devices import ACCELERATORS
+    from stagewright.graphs.machines.networks import fabric_of_kind
+    from stagewright.service.layouts.inputs import size_of
+    from stagewright.service.layouts.mixed import MICROBATCHES, TENSOR_DEGREES, mixed_problem
+
+    kinds = {kind.strip().lower() for kind, _, _ in read_groups(given.servers or "", "--servers")}
+    for kind in sorted(kinds - ACCELERATORS.keys()):
+        raise InputError(f"--servers: {kind!r} is none of {', '.join(sorted(ACCELERATORS))}")
+    pools = read_server_pools(given.servers, None, _rates(given), sorted(kinds))
+    problems = {}
+    for pool in sorted(pools.pools, key=lambda one: one.devices):  # the largest server of a kind
+        fabric = fabric_of_kind(
+            pool.device_kind,
+            pool.devices,
+            per_server=pool.devices,
+            server_bandwidth=None if pool.inside is None else pool.inside.device_bytes_per_second,
+            memory_bytes=pool.memory_bytes,
+        )
+        problems[pool.device_kind] = given.problem(architecture, fabric)
+    return mixed_problem(
+        problems,
+        pools,
+        precision=given.precision,
+        tensor=given.tensor or TENSOR_DEGREES,
+        microbatches=given.microbatch_sizes or MICROBATCHES,
+        reserve_bytes=size_of(given.reserve, "reserve"),
+    )
+
+
+def _rates(given: "TrainPlanOptions") -> dict[str, Any]:
+    names = ("memory", "server_bandwidth", "network_bandwidth")
+    return {name: getattr(given, name) for name in names}
 
 
 def read_server_pools(

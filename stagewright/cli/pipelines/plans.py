@@ -19,6 +19,7 @@ from stagewright.cli.console import (
     tell_drawn,
     tell_invalid,
 )
+from stagewright.cli.layouts.differing import diff_layouts, print_parts
 from stagewright.cli.layouts.profiled import check_layout, check_profiled, check_tuning, is_layout
 from stagewright.cli.options import Printed, Threaded, threads_of
 from stagewright.cli.outputs import Writes, is_document
@@ -176,19 +177,22 @@ class DiffOptions(Printed):
     """What ``diff`` is asked."""
 
     plan: Annotated[Path, Option("PLAN")]
-    """Plan file."""
+    """Plan file, or layout that train-plan wrote."""
     other: Annotated[Path, Option("OTHER")]
-    """The second plan, of the same model."""
+    """The second plan or layout, of the same model."""
 
 
 def diff(given: DiffOptions) -> int:
-    """Compare two plans of a model: what the second takes longer for, and what it does otherwise.
+    """Compare two plans or layouts of a model: what the second takes longer for and does otherwise.
 
     The causes of a finite plan are the actions and waits on its critical path, those of a periodic
-    one the load and the idle time of its busiest device; they add up to the iteration.
+    one the load and the idle time of its busiest device; they add up to the iteration. Of layouts
+    they are the parts on the busiest rank; beside them are the prices and every rank's memory.
     """  # fmt: skip
     from stagewright.executor.simulation.difference import differ
 
+    if is_layout(given.plan) or is_layout(given.other):
+        return diff_layouts(given.plan, given.other, given.as_json)
     first, second = load_plan(given.plan), load_plan(given.other)
     found = differ(first, second)
     if given.as_json:
@@ -201,16 +205,7 @@ def diff(given: DiffOptions) -> int:
 def _print_difference(
     found: "PlanDifference", first: "PipelinePlan", second: "PipelinePlan"
 ) -> None:
-    def signed(seconds: float) -> str:
-        return f"{'-' if seconds < 0 else '+'}{format_seconds(abs(seconds))}" if seconds else "0 s"
-
-    whole = found.iteration.first_seconds
-    rows = [
-        (one.cause, format_seconds(one.first_seconds), format_seconds(one.second_seconds),
-         signed(one.difference), percent(one.difference / whole) if whole else "-")
-        for one in (found.iteration, *found.parts)
-    ]  # fmt: skip
-    print_table(("<cause", "first", "second", "difference", "of the first"), rows)
+    print_parts((found.iteration, *found.parts), found.iteration)
     memory = [size(peak) for peak in found.peak_memory_bytes]
     proofs = [one.certificate for one in (first, second)]
     gaps = ["no bound" if one is None else f"gap {percent(one.gap)} in its class" for one in proofs]

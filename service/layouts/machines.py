@@ -1,0 +1,75 @@
+"""Fastest layouts in less memory, and on better machines."""
+
+from collections.abc import Callable, Iterator
+from math import inf
+
+from stagewright.formulations.forms.answers import StopToken, is_stopped
+from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.graphs.documents.units import format_bytes
+from stagewright.service.layouts.problems import better_machines
+from stagewright.service.layouts.requests import FrontPoint, LayoutRequest, WhatIf
+from stagewright.solvers.parallelism.refining import FoundLayouts
+
+Search = Callable[..., FoundLayouts]
+"""The search of a request: of a problem, for so many layouts, with options."""
+
+LESS_MEMORY = 0.93
+"""From one point of the front to the next, the limit on memory shrinks at least by this factor."""
+
+
+def front_of(
+    search: Search, problem: TrainingProblem, stop: StopToken | None
+) -> Iterator[FrontPoint]:
+    """The fastest layout for less and less memory, from any amount to too little.
+
+    One limit is what a device has. What is no faster than a later point is left out.
+    """
+    limit, has, last = inf, problem.fabric.memory_bytes, None
+    while not is_stopped(stop):
+        found = search(problem, 1, memory_bytes=limit, stop=stop)
+        point = None
+        if found.best:
+            one = found.best[0]
+            point = FrontPoint.of(one, limit_bytes=limit, layout=str(one.layout))
+        if last is not None and (point is None or point.seconds > last.seconds * (1 + 1e-9)):
+            yield last
+        if point is None:
+            return
+        last, below = point, point.peak_bytes * LESS_MEMORY
+        limit = has if below < has < limit and point.peak_bytes > has else below
+
+
+def states_too_large(request: LayoutRequest) -> str | None:
+    """That states alone are more than all devices have, whatever the layout; None if not."""
+    problem, has = request.problem, request.problem.fabric.memory_bytes
+    needed = request.searched.least_bytes(problem)
+    if needed <= has * (1 + RELATIVE_TOLERANCE):
+        return None
+    return (
+        f"a device has {format_bytes(has)}; weights, gradients, the optimizer's state and the "
+        f"reserve alone would need {format_bytes(needed)} on each of {problem.fabric.devices}"
+    )
+
+
+def least_too_large(problem: TrainingProblem, least: FrontPoint) -> str:
+    """How much memory the smallest layout lacks, in words."""
+    missing = least.peak_bytes - problem.fabric.memory_bytes
+    return (
+        f"a device has {format_bytes(problem.fabric.memory_bytes)}; {least.layout} would need "
+        f"{format_bytes(least.peak_bytes)}, {format_bytes(missing)} more, and no layout much less"
+    )
+
+
+def what_if(search: Search, problem: TrainingProblem, stop: StopToken | None) -> Iterator[WhatIf]:
+    """The fastest layouts on better machines."""
+    for change, changed in better_machines(problem):
+        if is_stopped(stop):
+            return
+        found = search(changed, 1, stop=stop)
+        one = found.best[0] if found.best else None
+        yield WhatIf(
+            change=change,
+            seconds=None if one is None else one.seconds,
+            layout=None if one is None else str(one.layout),
+        )
