@@ -120,6 +120,7 @@ def _architecture(kind: str, model: Any, config: Any, blocks: list[nn.Module]) -
         embedding_norm=len(ends) > 1,
         rotary=bool(tables) or any("rotary" in type(o).__name__.lower() for o in model.modules()),
         positions=max(tables, default=None),
+        unused_positions=_unused(max(tables, default=0), config),
         logits_bias=getattr(head, "bias", None) is not None,
         tied=head.weight is embedding.weight,
         window=window,
@@ -128,6 +129,12 @@ def _architecture(kind: str, model: Any, config: Any, blocks: list[nn.Module]) -
         dropout=any(getattr(config, name, 0.0) > 0.0 for name in _DROPOUTS),
         traits=(TRAIT,),
     )
+
+
+def _unused(rows: int, config: Any) -> int | None:
+    """Rows of the table of positions that no token has: OPT's begins with two."""
+    longest = getattr(config, "max_position_embeddings", None) or rows
+    return rows - longest if rows > longest else None
 
 
 def _has(config: Any, *names: str) -> bool:
