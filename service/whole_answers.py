@@ -22,6 +22,7 @@ from stagewright.service.clusters.requests import AllocateRequest, RoundsRequest
 from stagewright.service.layouts.calibrating import CalibrateAnswer
 from stagewright.service.layouts.profiled import ProfiledAnswer
 from stagewright.service.layouts.requests import LayoutAnswer, LayoutMemoryAnswer
+from stagewright.service.layouts.tuning import TuneAnswer
 from stagewright.service.operators.dividing import DivideAnswer
 from stagewright.service.operators.plans import PlaceAnswer
 from stagewright.service.pipelines.answers import PartitionAnswer, PlanAnswer
@@ -52,6 +53,7 @@ RATE_SET = "graphs.machines.rates:RateSet"
 RESULT = "solvers.planning:Result"
 SWITCHING_PLAN = "formulations.cloud.switching:Plan"
 TIMED_ORDER = "formulations.schedules.timing:TimedOrder"
+TUNING = "formulations.parallelism.trials:Tuning"
 TIMELINE = "executor.clusters.timeline:ClusterTimeline"
 
 Made = dict[str, Any]
@@ -220,11 +222,12 @@ _MADE: dict[type[Answer], Callable[[Request, Made, Any], Made]] = {
     LayoutAnswer: _field("plan", LAYOUT_PLAN),
     ProfiledAnswer: _field("plan", PROFILED_PLAN),
     CalibrateAnswer: _field("document", RATE_SET),
+    TuneAnswer: _field("document", TUNING),
     CloudAnswer: _of_cloud,
 }
 _DOCUMENTS = {
     "PlaceAnswer": OPERATOR_PLAN, "LayoutAnswer": LAYOUT_PLAN, "ProfiledAnswer": PROFILED_PLAN,
-    "CalibrateAnswer": RATE_SET,
+    "CalibrateAnswer": RATE_SET, "TuneAnswer": TUNING,
 }  # fmt: skip
 _PLAIN: tuple[type[Answer], ...] = (
     DivideAnswer, JobShopAnswer, LayoutMemoryAnswer, PartitionAnswer, SweepAnswer,

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stagewright.executor.export.layouts import export_layout
-from stagewright.formulations.parallelism.document import layout_plan, load_layout, save_layout
+from stagewright.formulations.parallelism.document import layout_plan, load_layout
 from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.pipeline_time import Walk
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.parallelism.trials import Trial, Tuning, load_tuning
-from stagewright.graphs.documents.documents import write_text
+from stagewright.graphs.documents.documents import to_json, write_text
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.measured_runs import MeasuredIteration, read_outcome
 
@@ -38,16 +38,22 @@ def write_trial(root: Path, tuning: Tuning, layout: Layout, walk: Walk) -> Path:
     folder = root / _name(layout)
     if (folder / LAYOUT).exists():
         return folder
-    files = export_layout(tuning.problem, layout, tuning.framework, short=True)
+    files = trial_files(tuning, layout, walk)
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
         raise InputError(f"{folder}: {error.strerror}") from None
     for name, text in files.items():
-        write_text(folder / name, text)
-    found = evaluate(tuning.problem, layout, walk)
-    save_layout(layout_plan(tuning.problem, found), folder / LAYOUT)
+        write_text(root / name, text)
     return folder
+
+
+def trial_files(tuning: Tuning, layout: Layout, walk: Walk) -> dict[str, str]:
+    """The folder of a layout's short run: its launch files, and its document, which comes last."""
+    files = export_layout(tuning.problem, layout, tuning.framework, short=True)
+    plan = layout_plan(tuning.problem, evaluate(tuning.problem, layout, walk))
+    files |= {LAYOUT: to_json(plan)}
+    return {f"{_name(layout)}/{name}": text for name, text in files.items()}
 
 
 def _name(layout: Layout) -> str:

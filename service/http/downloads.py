@@ -3,6 +3,7 @@
 import io
 import json
 import zipfile
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,18 +35,21 @@ if TYPE_CHECKING:
     from stagewright.formulations.operators.plan import OperatorPlan
 
 PLACE, LAYOUTS = "place", "train-plan"  # the kinds whose plans are of operators, and layouts
-FILES = {LAYOUTS: "layout", "calibrate": "rates"}
+FILES = {LAYOUTS: "layout", "calibrate": "rates", "tune": "tuning", "tune-read": "tuning"}
 """The names of documents that are no plans, by kind of job."""
 PLANS = [
     reference(PipelinePlan),
-    *({"type": "object", "title": name} for name in ("OperatorPlan", "LayoutPlan", "RateSet")),
+    *(
+        {"type": "object", "title": name}
+        for name in ("OperatorPlan", "LayoutPlan", "RateSet", "Tuning")
+    ),
 ]
 router = APIRouter(prefix="/v1", responses=refused(*GUARDED, 404))
 
 
 @router.get("/jobs/{job}/plan", responses=answered({"anyOf": PLANS}))
 def read_plan(job: Readable) -> Response:
-    """The best plan so far; a placement, a layout or a rate set when its job has ended."""
+    """The best plan so far; a placement, layout, rate set or tuning when its job has ended."""
     carried = _carried(job)
     text = _document(job) if carried is None else documents.to_json(carried)
     return _file(JsonText(text), f"{FILES.get(job.kind, 'plan')}.json")
@@ -123,11 +127,31 @@ def export_plan(job: Readable, to: str, options: Annotated[ExportParameters, Que
 
     layout = _carried(job) if job.kind == LAYOUTS else None
     plan = _plan(job) if layout is None else layout
+    return _zip(export(plan, to, _options(job, to, options)), to)
+
+
+@router.get("/jobs/{job}/tuning.zip", response_class=Zip)
+def read_tuning(job: Readable) -> Response:
+    """The folder of a tuning, as `stagewright tune` writes it: its document, the next layouts."""
+    from stagewright.executor.measuring.trials import DOCUMENT, trial_files
+    from stagewright.formulations.parallelism.layout import parse_layout
+    from stagewright.solvers.parallelism.tree import compiled_walk
+
+    tuning = _carried(job)
+    if FILES.get(job.kind) != "tuning" or tuning is None:
+        raise HTTPException(404, "the job has no tuning" + ("" if job.has_ended else " yet"))
+    files = {DOCUMENT: documents.to_json(tuning)}
+    for one in json.loads(job.answer or "")["next"]:
+        files |= trial_files(tuning, parse_layout(one["layout"]), compiled_walk())
+    return _zip(files, "tuning")
+
+
+def _zip(files: Mapping[str, str], name: str) -> Response:
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, text in export(plan, to, _options(job, to, options)).items():
-            archive.writestr(name, text)
-    return _file(Zip(packed.getvalue()), f"{to}.zip")
+        for path, text in files.items():
+            archive.writestr(path, text)
+    return _file(Zip(packed.getvalue()), f"{name}.zip")
 
 
 def _options(job: ServiceJob, to: str, given: ExportParameters) -> "FormatOptions":

@@ -153,7 +153,8 @@ class RequestLimits:
         for name, most in (("cluster", self.devices), ("chain", self.layers)):
             if given.get(name) is not None and len(given[name]) > most:
                 raise InputError(f"{name}: at most {most} parts here, got {len(given[name])}")
-        architecture = getattr(given.get("problem"), "architecture", None)
+        of = given.get("tuning") or request
+        architecture = getattr(getattr(of, "problem", None), "architecture", None)
         if architecture is not None:
             self.require_layers(architecture)
         if given.get("engine") == "ray" and not self.ray:

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from stagewright.formulations.forms.answers import OnProgress, StopToken
+from stagewright.formulations.parallelism.trials import Tuning
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.answers import Answer
 from stagewright.service.cloud.requests import CloudRequest
@@ -22,9 +23,11 @@ from stagewright.service.layouts.configured import (
     ConfiguredRequest,
     LayoutMemoryRequest,
     TrainPlanRequest,
+    TuneModelRequest,
 )
 from stagewright.service.layouts.profiled import ProfiledRequest
-from stagewright.service.layouts.requests import LayoutRequest, MemoryRequest
+from stagewright.service.layouts.requests import LayoutRequest, MemoryRequest, TuneRequest
+from stagewright.service.layouts.tuning import TuneReadRequest
 from stagewright.service.operators.dividing import DivideRequest
 from stagewright.service.operators.plans import PlaceRequest
 from stagewright.service.pipelines.requests import PartitionRequest, PlanRequest
@@ -119,6 +122,10 @@ KINDS: dict[str, JobKind] = {
         configured=LayoutMemoryRequest),
     "calibrate": JobKind(CalibrateRequest, "layouts.calibrating:calibrate",
         "Rates of your own runs.", configured=CalibrateRunsRequest),
+    "tune": JobKind(TuneRequest, "layouts.tuning:tune", "Layouts to try on the machines.",
+        "layouts.tuning:require_problem", configured=TuneModelRequest),
+    "tune-read": JobKind(TuneReadRequest, "layouts.tuning:read_trials", "What trials tell.",
+        "layouts.tuning:with_trials"),
     "what-if": JobKind(PlanRequest, "pipelines.what_if:what_if",
         "What more devices or memory would buy.", "pipelines.planning:require_supported"),
     "place": JobKind(PlaceRequest, "operators.plans:place", "Operators on devices.",
@@ -179,8 +186,9 @@ def title_of(request: Request) -> str:
     """The names of the model and the machines that a request is about; empty where it has none."""
     documents = [getattr(request, part, None) for part in ("chain", "graph", "cluster")]
     names = [getattr(one, "name", "") for one in documents]
-    if isinstance(request, LayoutRequest | MemoryRequest):
-        problem = request.problem
+    of = request.tuning if isinstance(request, TuneReadRequest) else request
+    if isinstance(of, LayoutRequest | MemoryRequest | TuneRequest | Tuning):
+        problem = of.problem
         names = [problem.architecture.name, f"{problem.fabric.devices} {problem.fabric.device}"]
     title = " on ".join(filter(None, names))
     return "".join(filter(str.isprintable, title))  # PostgreSQL stores no NUL

@@ -166,7 +166,11 @@ def require_problem(request: "LayoutRequest | MemoryRequest") -> None:
 class TuneSearch(Request):
     """What is tried, of any problem."""
 
-    framework: Annotated[str, Option("--for", form="FRAMEWORK")] = "megatron"
+    framework: Annotated[
+        str,
+        Option("--for", form="FRAMEWORK"),
+        Field(json_schema_extra=lambda schema: schema.update(examples=_frameworks()[:-1])),
+    ] = "megatron"
     """What trains: megatron, megatron-bridge, nemo, torchtitan, deepspeed, accelerate, axolotl,
     trl, transformers, nnscaler."""
     candidates: int = Field(default=300, ge=1, le=2000)

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from time import monotonic
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from stagewright.formulations.forms.answers import Deadline, StopToken
+from stagewright.formulations.forms.answers import Deadline, Status, StopToken
+from stagewright.formulations.parallelism.layout import parse_layout
 from stagewright.formulations.parallelism.trials import (
     MARGIN,
     Candidate,
@@ -17,20 +18,51 @@ from stagewright.formulations.parallelism.trials import (
     Tuning,
 )
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import counted, format_seconds
-from stagewright.service.answers import CARRIED, Answer, Finite
+from stagewright.graphs.documents.units import counted, format_bytes, format_seconds
+from stagewright.service.answers import (
+    CARRIED,
+    Answer,
+    AnswerTable,
+    Finite,
+    NotebookAnswer,
+    ShownAnswer,
+)
 from stagewright.service.layouts.requests import TuneRequest
-from stagewright.service.layouts.searching import PROVED_BY, Searches, plan_class
 from stagewright.service.requests import Request
-from stagewright.solvers.parallelism.refining import work_alike
-from stagewright.solvers.parallelism.tuner import Corrected, Standing, standing_of
+
+if TYPE_CHECKING:
+    from stagewright.solvers.parallelism.tuner import Corrected, Standing
+
+SHOWN = 10
+"""Layouts that may still win, in the table."""
+TOLD = "trials"
+"""Where a trial is written that is but a line of a request."""
+
+
+def _trial(given: Any) -> Any:
+    """The trial of a line such as "p2 t4 d1 b1: 9.1"; anything else as it is."""
+    if not isinstance(given, str):
+        return given
+    layout, colon, what = (part.strip() for part in given.rpartition(":"))
+    failed: Outcome | None = next((one for one in get_args(Outcome)[1:] if one == what), None)
+    try:
+        seconds = None if failed and colon else float(what.removesuffix("s") if colon else "")
+    except ValueError:
+        raise InputError(
+            f"{given!r} is no trial: give a layout, a colon, and its seconds, `out of memory` or "
+            '`crashed`, for example "p2 t4 d1 b1: 9.1"'
+        ) from None
+    return Trial(parse_layout(layout), failed or "measured", TOLD, seconds)
 
 
 class TuneReadRequest(Request):
     """Add trials to a tuning, and say what they tell."""
 
     tuning: Tuning
-    trials: tuple[Trial, ...] = ()
+    """The tuning.json of an earlier answer, or of the folder of ``stagewright tune``."""
+    trials: tuple[Annotated[Trial, BeforeValidator(_trial, str | Trial)], ...] = ()
+    """A line for each run, its layout, a colon, and its seconds, out of memory or crashed:
+    p2 t4 d1 b1: 9.1. Of a layout the last line counts."""
     parallel: int = Field(default=1, ge=1, le=64)
     """Trials at the same time, on as many groups of machines."""
 
@@ -62,7 +94,7 @@ class OpenRow(Answer):
     fits: float
 
 
-class TuneAnswer(Answer):
+class TuneAnswer(NotebookAnswer):
     """How a tuning stands.
 
     No layout of the ``plan_class`` is faster than ``best`` by more than 2 %, unless its time is
@@ -71,7 +103,7 @@ class TuneAnswer(Answer):
     the rates' fit, ``rates_wrong`` are of models that are off by more on average. With ``stop``
     that is likely enough: by the model, the ``chance`` of such a layout is at most 1 %. ``open``
     are the layouts that may still win, ``next`` those to try now. ``left_out`` candidates do not
-    fit, as runs have shown.
+    fit, as runs have shown. ``status`` is "feasible" if the search for candidates was cut short.
     """
 
     said: str
@@ -93,10 +125,28 @@ class TuneAnswer(Answer):
     plan_class: str
     proved_by: str
     broken: str | None = None
+    status: Status = Status.OPTIMAL
     document: Annotated[Tuning | None, CARRIED] = None
 
+    def shown(self) -> ShownAnswer:
+        """What a notebook shows; a frame has what was tried, what is next, and what is open."""
+        rows = [{"state": one.outcome, **one.model_dump(exclude={"outcome"})} for one in self.tried]
+        upcoming = {one.layout for one in self.next}
+        rows += [
+            {"state": "next" if one.layout in upcoming else "open", **one.model_dump()}
+            for one in self.open
+        ]
+        return ShownAnswer(
+            [*standing_lines(self)], next(tuned_tables(self), AnswerTable("", (), ())), rows
+        )
 
-def tune(request: TuneRequest, ended: StopToken | None = None) -> TuneAnswer:
+
+def require_problem(request: TuneRequest) -> None:
+    """Refuse a model or a precision of which the framework can express no layout."""
+    request.layouts().require_problem()
+
+
+def tune(request: TuneRequest, stop: StopToken | None = None) -> TuneAnswer:
     """The candidates, with a bound on all other layouts, and the first ones to try.
 
     Raises
@@ -104,18 +154,27 @@ def tune(request: TuneRequest, ended: StopToken | None = None) -> TuneAnswer:
     InputError
         If no layout of the space obeys the rules, or may fit.
     """
-    tuning = tuning_of(request, ended)
-    return answer_of(tuning, standing_of(tuning, request.parallel))
+    from stagewright.solvers.parallelism.tuner import standing_of
+
+    tuning = tuning_of(request, stop)
+    answer = answer_of(tuning, standing_of(tuning, request.parallel))
+    is_cut = len(tuning.candidates) < request.candidates and tuning.rest_seconds is not None
+    return answer.model_copy(update={"status": Status.FEASIBLE}) if is_cut else answer
 
 
 def said_class(request: TuneRequest) -> str:
     """What a tuning's claims speak of."""
+    from stagewright.service.layouts.searching import plan_class
+
     found = plan_class(request.layouts())
     return f"{found}; of those whose ranks do the same work at other places the first"
 
 
 def tuning_of(request: TuneRequest, ended: StopToken | None = None) -> Tuning:
     """A tuning before its first trial."""
+    from stagewright.service.layouts.searching import PROVED_BY, Searches
+    from stagewright.solvers.parallelism.refining import work_alike
+
     asked, problem = request.layouts(), request.problem
     asked.require_problem()
     searches, stop = Searches(asked), Deadline(monotonic() + request.time_limit, ended)
@@ -129,6 +188,8 @@ def tuning_of(request: TuneRequest, ended: StopToken | None = None) -> Tuning:
     # A layout of which it is not proved that none is between it and the one before is no candidate,
     # but for the first.
     best = found.best[: max(1, found.fastest)]
+    if not best and stop.is_set():
+        raise InputError("the search was ended before it found a layout that may fit")
     if not best:
         raise InputError(f"no layout fits: {searches.nothing()}; train-plan says what is missing")
     is_all = len(best) == len(found.best) < request.candidates and not stop.is_set()
@@ -143,7 +204,12 @@ def tuning_of(request: TuneRequest, ended: StopToken | None = None) -> Tuning:
     )
 
 
-def read_trials(request: TuneReadRequest) -> TuneAnswer:
+def with_trials(request: TuneReadRequest) -> Tuning:
+    """The tuning with the trials; InputError if they contradict each other, or break a rule."""
+    return request.tuning.with_trials(request.trials)
+
+
+def read_trials(request: TuneReadRequest, stop: StopToken | None = None) -> TuneAnswer:
     """How a tuning stands after more trials.
 
     Raises
@@ -151,14 +217,16 @@ def read_trials(request: TuneReadRequest) -> TuneAnswer:
     InputError
         If trials of one layout contradict each other, or a layout breaks a rule of the problem.
     """
-    tuning = request.tuning.with_trials(request.trials)
+    from stagewright.solvers.parallelism.tuner import standing_of
+
+    tuning = with_trials(request)
     return answer_of(tuning, standing_of(tuning, request.parallel))
 
 
 # --- The answer ----------------------------------------------------------------------------------
 
 
-def answer_of(tuning: Tuning, standing: Standing) -> TuneAnswer:
+def answer_of(tuning: Tuning, standing: "Standing") -> TuneAnswer:
     """How a tuning stands, as users are told; the document has the claim."""
     claim, measured = standing.claim, tuning.measured
     best = min(measured.values(), default=None)
@@ -200,7 +268,7 @@ def _tried(tuning: Tuning, trial: Trial) -> TriedRow:
     )
 
 
-def _open_rows(some: tuple[Corrected, ...], best: float | None) -> Iterator[OpenRow]:
+def _open_rows(some: "tuple[Corrected, ...]", best: float | None) -> Iterator[OpenRow]:
     for one in some:
         yield OpenRow(
             layout=str(one.layout),
@@ -222,7 +290,7 @@ def _of_rates(tuning: Tuning, claim: Claim | None) -> tuple[int, int]:
     return runs, sum(one.runs for one in errors if one.error > claim.off - 1)
 
 
-def _said(tuning: Tuning, standing: Standing, rates_runs: int, rates_wrong: int) -> str:
+def _said(tuning: Tuning, standing: "Standing", rates_runs: int, rates_wrong: int) -> str:
     """What the trials tell, in a sentence."""
     claim = standing.claim
     if claim is None:
@@ -245,3 +313,68 @@ def _said(tuning: Tuning, standing: Standing, rates_runs: int, rates_wrong: int)
             "are of models that are off by more on average"
         )
     return said
+
+
+# --- What is shown -------------------------------------------------------------------------------
+
+
+def tuned_tables(answer: TuneAnswer) -> Iterator[AnswerTable]:
+    """What was tried, and what may still win."""
+    if answer.tried:
+        rows = [
+            (
+                one.layout, one.outcome if one.seconds is None else format_seconds(one.seconds),
+                "-" if one.predicted_seconds is None else format_seconds(one.predicted_seconds),
+                "-" if one.memory_bytes is None else format_bytes(one.memory_bytes),
+            )
+            for one in answer.tried
+        ]  # fmt: skip
+        head = ("<layout", "measured", "predicted", "memory")
+        yield AnswerTable("What was tried", head, rows)
+    if answer.open and not answer.stop:
+        yield _open_table(answer)
+
+
+def _open_table(answer: TuneAnswer) -> AnswerTable:
+    """The first layouts that may still win; before any run predictions are all there is."""
+    shown, all_ = answer.open[:SHOWN], len(answer.open)
+    title = "What may still win" + (f": {len(shown)} of {all_}" if len(shown) < all_ else "")
+    if answer.best is None:
+        first = [
+            (one.layout, format_seconds(one.predicted_seconds), f"{one.fits:.0%}") for one in shown
+        ]
+        return AnswerTable(title, ("<layout", "predicted", "fits"), first)
+    head = ("<layout", "corrected", "9 of 10 within", "saves", "fits")
+    rows = [
+        (
+            one.layout, format_seconds(one.seconds),
+            f"{format_seconds(one.seconds_low)} - {format_seconds(one.seconds_high)}",
+            f"at most {one.gain or 0:.0%}", f"{one.fits:.0%}",
+        )
+        for one in shown
+    ]  # fmt: skip
+    return AnswerTable(title, head, rows)
+
+
+def standing_lines(answer: TuneAnswer) -> Iterator[str]:
+    """The best so far, whether to stop, and what is next."""
+    if answer.best is not None:
+        yield f"best so far: {answer.best.layout}, {format_seconds(answer.best.seconds or 0)}"
+    yield answer.said
+    if answer.broken is not None:
+        yield answer.broken
+    elif not answer.stop:
+        yield from (f"next: {one.layout}" for one in answer.next)
+
+
+def about_lines(answer: TuneAnswer) -> Iterator[str]:
+    """What the answer speaks of."""
+    rest = "there is no other"
+    if answer.rest_seconds is not None:
+        rest = f"every other takes {format_seconds(answer.rest_seconds)} or more as predicted"
+    known = counted(answer.candidates, "layout is", "layouts are")
+    yield f"{known} corrected, {rest} ({answer.proved_by})"
+    if answer.left_out:
+        yield f"{counted(answer.left_out, 'does', 'do')} not fit, as far as the runs tell"
+    yield f"rates: {answer.rates}"
+    yield f"class: {answer.plan_class}"

@@ -174,9 +174,43 @@ def test_a_configuration_is_planned_explained_fetched_and_exported(
     assert max(peaks) == pytest.approx(sum(layout.json()["memory"][0].values()), rel=1e-9)
 
 
+def test_a_tuning_is_begun_told_of_runs_and_fetched(
+    client: TestClient, store: ServiceStore
+) -> None:
+    few = {"tensor": [1], "pipeline": [1, 2], "candidates": 4, "parallel": 2}
+    begun = client.post("/v1/tune", json=TRAINING | few).json()
+    job = begun["id"]
+    assert begun["title"] == "llama on 8 h100"
+    assert "no tuning yet" in told(client.get(f"/v1/jobs/{job}/tuning.zip"), 404)
+    solved(store, job)
+    first, second = (one["layout"] for one in client.get(f"/v1/jobs/{job}/answer").json()["next"])
+    document = client.get(f"/v1/jobs/{job}/plan")
+    assert document.headers["content-disposition"] == 'attachment; filename="tuning.json"'
+    packed = zipfile.ZipFile(io.BytesIO(client.get(f"/v1/jobs/{job}/tuning.zip").content))
+    folders = {name.partition("/")[0] for name in packed.namelist() if "/" in name}
+    assert folders == {one.replace(" ", "-") for one in (first, second)}
+    assert packed.read("tuning.json").decode() == document.text
+
+    def read(*trials: str) -> Any:
+        return client.post("/v1/tune-read", json={"tuning": document.json(), "trials": trials})
+
+    after = read(f"{first}: out of memory", f"{second}: 0.5", f"{second}: 0.7 s").json()["id"]
+    solved(store, after)
+    answer = client.get(f"/v1/jobs/{after}/answer").json()
+    assert [one["outcome"] for one in answer["tried"]] == ["out of memory", "measured"]
+    assert (answer["best"]["layout"], answer["best"]["seconds"]) == (second, 0.7)
+    assert second in client.get(f"/v1/jobs/{after}/figures").json()["lead"][1]
+    for line, message in (
+        (f"{first}: soon", "trials[0]: "), ("d8", "trials[0]: "), (f"{first}: -1", "trials[0]: "),
+        ("t3 b1: 1", "trials: p x t x c x d"),
+    ):  # fmt: skip
+        assert told(read(line), 422).startswith(message)
+
+
 @pytest.mark.parametrize(
     ("kind", "changed", "message"),
     [
+        ("tune", {"framework": "plan"}, "framework plan has no launch files"),
         ("train-plan", {"config": None}, "config: send the model's config.json"),
         ("train-plan", {"config": LLAMA | {"model_type": "own"}}, "config: model_type must be one"),
         ("train-plan", {"config": LLAMA | {"num_hidden_layers": 9999}}, "config: at most 2000"),

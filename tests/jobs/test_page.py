@@ -189,7 +189,9 @@ def test_every_view_fits_its_window(
     assert browser.errors == []
 
 
-@pytest.mark.parametrize("part", ["chain", "cluster", "graph", "workload", "pool", "market"])
+@pytest.mark.parametrize(
+    "part", ["chain", "cluster", "graph", "workload", "pool", "market", "tuning"]
+)
 def test_the_schema_of_every_document_says_its_format(part: str, client: TestClient) -> None:
     """So that the page refuses another document where it is dropped."""
     components = client.get("/v1/openapi.json").json()["components"]["schemas"]
@@ -283,6 +285,27 @@ def test_a_dropped_configuration_is_planned_and_a_layout_explained(
         browser.await_that("!document.querySelector('.memory')")
     browser.await_that("document.querySelector('h2')?.textContent.startsWith('Why not p')")
     assert browser.run("document.querySelector('#problem').textContent") == ""
+    assert browser.errors == []
+
+
+@in_a_browser
+def test_a_run_is_told_to_a_tuning(site: Site) -> None:
+    browser = site.browser
+    go(browser, "new/tune-read", "document.querySelector('form.request')")
+    browser.run("document.querySelector('[name=example]').click()")
+    trials, tables = "document.querySelector('[name=trials]')", "document.querySelectorAll('table')"
+    browser.await_that(f"{trials}.value")
+    browser.run(f"{trials}.value = {trials}.value.split('\\n')[0]")
+    for tried in (1, 2):
+        browser.run("document.querySelector('form.request').requestSubmit()")
+        browser.await_that(f"{ENDED} && {tables}.length === 2")
+        assert browser.run(f"{tables}[0].querySelectorAll('tbody tr').length") == tried
+        add = (
+            "[...document.querySelectorAll('button')].find((one) => one.innerText === 'Add trials')"
+        )
+        browser.run(f"{add}.click()")
+        browser.await_that(f"{trials}?.value.endsWith(': ')")  # a line for the next layout
+        browser.run(f"{trials}.value += '3.3'")
     assert browser.errors == []
 
 

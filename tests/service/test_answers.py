@@ -3,6 +3,7 @@
 import json
 import math
 import threading
+from importlib.resources import files
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,7 @@ from stagewright.graphs.workloads.pool import parse_pool
 from stagewright.service.answers import Answer, Finite
 from stagewright.service.clusters.allocating import estimate, measure
 from stagewright.service.clusters.requests import AllocateRequest, EstimateRequest, MeasureRequest
+from stagewright.service.layouts.tuning import TuneReadRequest, read_trials
 from stagewright.service.pipelines.partitioning import partition
 from stagewright.service.pipelines.planning import plan
 from stagewright.service.pipelines.plans import simulate
@@ -156,3 +158,14 @@ def test_a_new_job_is_estimated_from_the_one_that_it_is_like() -> None:
 def test_what_to_measure_of_a_new_job() -> None:
     request = MeasureRequest(reference=REFERENCE, model="new", fraction=1.0)
     assert measure(request).pairs == (("v100", "heavy"), ("v100", "light"))
+
+
+def test_a_notebook_shows_how_a_tuning_stands() -> None:
+    text = files("stagewright.service.http.page").joinpath("example-tune-read.json").read_text()
+    answer = read_trials(TuneReadRequest.parse(text))
+    assert answer.best is not None
+    assert repr(answer).splitlines()[0] == f"best so far: {answer.best.layout}, 3.24 s"
+    assert "<td>out of memory</td>" in answer._repr_html_()
+    states = [one["state"] for one in answer.shown().rows]
+    assert states[:3] == ["measured", "measured", "out of memory"]
+    assert (states.count("next"), len(states)) == (1, 3 + len(answer.open))

@@ -10,6 +10,7 @@ _FIGURES = {
         models.place, models.partition, models.schedule, models.compare_schedules,
         models.schedule_curve, models.jobshop, models.divide, models.what_if, models.sweep,
         layouts.train_plan, layouts.train_plan_profiles, layouts.memory, layouts.calibrate,
+        layouts.tune, layouts.tune_read,
         clusters.allocate, clusters.rounds, clusters.simulate_cluster, clusters.cloud,
     )
 }  # fmt: skip

@@ -25,6 +25,12 @@ from stagewright.service.layouts.requests import (
     LayoutRequest,
     RankMemoryAnswer,
 )
+from stagewright.service.layouts.tuning import (
+    TuneAnswer,
+    about_lines,
+    standing_lines,
+    tuned_tables,
+)
 from stagewright.service.requests import Request
 from stagewright.service.whole_answers import read
 
@@ -197,6 +203,27 @@ def calibrate(request: Request, answer: Told) -> Figures:
     ]
     lines = tuple(map(_in_fields, told.calibrated_lines(found)))
     return Figures(numbers, (told.calibrated_table(found),), lines=lines)
+
+
+def tune(request: Request, answer: Told) -> Figures:
+    """What was tried, what may still win, what is next, and whether to stop."""
+    found = read(_text(answer), request)
+    assert isinstance(found, TuneAnswer)
+    best = found.best
+    numbers = [
+        ("stop" if found.stop else "go on", "what the trials tell"),
+        ("" if best is None else written(best.seconds, "seconds"), "per iteration, the best run"),
+        (f"{len(found.tried)}", "tried"),
+        (f"{len(found.open)}", "may still win"),
+        (f"{found.candidates}", "candidates"),
+    ]
+    lead = ("How it stands", *standing_lines(found))
+    return Figures(numbers, [*tuned_tables(found)], lead=lead, lines=[*about_lines(found)])
+
+
+def tune_read(request: Request, answer: Told) -> Figures:
+    """The same after more trials."""
+    return tune(request, answer)
 
 
 def _text(answer: Told) -> str:

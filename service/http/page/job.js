@@ -5,13 +5,15 @@ import {showFigures} from "./figures.js";
 import {state} from "./jobs.js";
 import {measured} from "./measured.js";
 import {showPlan} from "./plan.js";
+import {open} from "./submit.js";
 
 const ENDED = new Set(["optimal", "feasible", "infeasible", "failed"]);
 const AGAIN = new Set(["feasible", "failed"]);
 const FORMATS = ["torch-csv", "torchtitan", "nemo", "megatron", "deepspeed", "torchrun", "slurm", "kubernetes"];
 const LAYOUT_FORMATS = ["megatron", "megatron-bridge", "nemo", "torchtitan", "deepspeed", "accelerate", "axolotl", "trl",
   "transformers", "nnscaler", "plan"];
-const DOCUMENTS = {place: "plan", "train-plan": "layout", "train-plan-profiles": "plan", calibrate: "rates"};  // in answers
+const DOCUMENTS = {place: "plan", "train-plan": "layout", "train-plan-profiles": "plan", calibrate: "rates",
+  tune: "tuning", "tune-read": "tuning"};  // in answers
 const COMPILING = new Set(["plan", "train-plan"]);
 const LAUNCHERS = new Set(["torchrun", "slurm", "kubernetes"]);
 
@@ -116,8 +118,10 @@ class JobPage {
     button("drawing", "Download page", () => download(`jobs/${this.id}/timeline.html`));
     button("trace", "Download trace", () => download(`jobs/${this.id}/trace`));
     button("export", "Export", () => download(`jobs/${this.id}/export/${format.value}?${query()}`));
+    button("launches", "Download launch folders", () => download(`jobs/${this.id}/tuning.zip`));
+    button("trials", "Add trials", () => this.addTrials());
     this.exporting = make("span", {class: "export"}, format, command, image, this.export);
-    this.buttons.append(this.stop, this.abort, this.retry, this.file, this.drawing, this.trace, this.answer, this.exporting, this.discard);
+    this.buttons.append(this.stop, this.abort, this.retry, this.trials, this.launches, this.file, this.drawing, this.trace, this.answer, this.exporting, this.discard);
   }
 
   // What cannot be undone takes two presses.
@@ -164,6 +168,7 @@ class JobPage {
     if (!this.format.length) this.format.append(...(job.kind === "train-plan" ? LAYOUT_FORMATS : FORMATS).map((one) => make("option", {}, one)));
     this.file.hidden = !job.has_document && !what;
     this.file.textContent = `Download ${what || "plan"}`;
+    this.trials.hidden = this.launches.hidden = what !== "tuning";
     this.drawing.hidden = this.trace.hidden = !(job.kind === "place" && what);
     (ended ? this.shown : this.buttons).after(this.gap);
   }
@@ -182,6 +187,12 @@ class JobPage {
     const told = await read(`jobs/${this.id}/figures`, {signal: this.signal});
     this.drawn = this.job.finished;
     showFigures(this.shown, told, (layout) => this.act(() => this.explain(layout)));
+  }
+
+  // The form of trials with this tuning, and a line for each layout that is next.
+  async addTrials() {
+    const [tuning, {next}] = await Promise.all(["plan", "answer"].map((one) => read(`jobs/${this.id}/${one}`, {signal: this.signal})));
+    open(["tune-read", "tuning"], tuning, {trials: next.map(({layout}) => `${layout}: `).join("\n")});
   }
 
   // The same question with a layout to explain, which is another job.

@@ -11,6 +11,7 @@ export function described(text = "") {
 
 function typeOf(schema) {
   if (schema.enum) return "choice";
+  if (schema.items?.anyOf?.[0].type === "string") return "lines";
   if (schema.type === "array") return SCALARS.has(schema.items?.type) ? "list" : "document";
   return SCALARS.has(schema.type) || schema.type === "boolean" ? schema.type : "document";
 }
@@ -36,6 +37,7 @@ function input(name, type, schema, initial, examples) {
     return make("select", {name}, ...(initial === null ? [make("option", {value: ""}, "as it is best")] : []),
       ...choices.map((one) => make("option", {selected: one === initial}, one)));
   }
+  if (type === "lines") return make("textarea", {name, rows: 5, autocomplete: "off", spellcheck: "false"});
   const given = told(initial);
   if (type === "list")
     return make("input", {name, placeholder: given || "values, with commas between", autocomplete: "off", spellcheck: "false"});
@@ -63,7 +65,8 @@ export function fields(schema, root) {
     const shape = shapeOf(property), type = typeOf(shape);
     const needed = required.has(name), initial = property.default;
     const node = type === "document" ? drop(name, needed, property.description)
-      : make("label", {class: type === "boolean" && initial === false ? "check" : null}, words(name), input(name, type, shape, initial, property.examples));
+      : make("label", {class: type === "boolean" && initial === false ? "check" : null}, words(name),
+        ...(type === "lines" ? [make("span", {class: "told"}, first(property.description))] : []), input(name, type, shape, initial, property.examples));
     return {name, type, format: formatOf(shape, schema, root), items: shape.items?.type, required: needed, node};
   });
   return found.sort((one, other) => other.required - one.required);
@@ -78,6 +81,7 @@ export function valueOf({type, items}, node) {
   if (node.validity?.badInput) return NaN;
   if (!text) return undefined;
   if (type === "boolean") return text === "true";
+  if (type === "lines") return text.split("\n").map((one) => one.trim()).filter((one) => one && !one.endsWith(":"));  // of which nothing is said yet
   if (type === "list") {
     const values = text.split(",").map((one) => ofText(one.trim(), items));
     return values.some(Number.isNaN) ? NaN : values;

@@ -209,7 +209,7 @@ class KindForm extends Form {
 
   set(node, value) {
     if (node.type === "checkbox") node.checked = value ?? false;
-    else node.value = Array.isArray(value) ? value.join(", ") : value ?? "";
+    else node.value = Array.isArray(value) ? value.join(node.type === "textarea" ? "\n" : ", ") : value ?? "";
   }
 
   request() {
@@ -242,9 +242,9 @@ async function ofSchema(kind, given, homeOf) {
   return new KindForm(form, kind, given, homeOf);
 }
 
-// Open the form of a kind of job with a document in one of its fields.
-function open([kind, part], document) {
-  carried = {part, document};
+// Open the form of a kind of job with a document in one of its fields, and values in others.
+export function open([kind, part], document, values = {}) {
+  carried = {part, document, values};
   location.hash = `#/new/${kind}`;
   dispatchEvent(new HashChangeEvent("hashchange"));
 }
@@ -252,7 +252,7 @@ function open([kind, part], document) {
 // A place for any file, which says what it is and opens the form that takes it.
 function anyFile(homeOf) {
   const told = make("p", {id: "any-told", class: "told", "aria-live": "polite"},
-    "Choose or drop any file here: a model's config.json, a model of layers, a cluster, a graph, jobs. The form that takes it opens.");
+    "Choose or drop any file here: a model's config.json, a model of layers, a cluster, a graph, jobs, a tuning. The form that takes it opens.");
   const input = make("input", {id: "any-file", type: "file", accept: ".json,application/json", "aria-describedby": "any-told"});
   async function take(file) {
     let document;
@@ -296,6 +296,9 @@ export async function showForm(root, kind, signal) {
       : described(about(kind).schema.description)),
     " After Submit the job's page opens: a process starts in a second or two, the first search on a machine compiles its kernels "
       + "for up to half a minute, and answers are shown as they are found."), anyFile(homeOf), form.form);
-  if (carried && carried.part in form.formats) form.keep(carried.part, carried.document);
+  if (carried && carried.part in form.formats) {
+    form.keep(carried.part, carried.document);
+    for (const [name, value] of Object.entries(carried.values)) form.form.elements[name].value = value;
+  }
   carried = null;
 }

@@ -9,23 +9,21 @@ from pydantic import Field
 
 from stagewright.cli import interruptible
 from stagewright.cli.commands import command, spelling
-from stagewright.cli.console import print_table, progress, say, seconds, size, tell, warn
+from stagewright.cli.console import print_table, progress, say, seconds, tell, warn
 from stagewright.cli.layouts.layouts import read_model
 from stagewright.cli.layouts.profiled import on_command_line
 from stagewright.cli.options import Printed
 from stagewright.cli.outputs import Writes
 from stagewright.graphs.documents.documents import write_bytes
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import counted, format_seconds
+from stagewright.graphs.documents.units import format_seconds
 from stagewright.service.layouts.configured import TuneInputs
 from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.formulations.parallelism.trials import Trial, Tuning
-    from stagewright.service.layouts.tuning import OpenRow, TuneAnswer
+    from stagewright.service.layouts.tuning import TuneAnswer
 
-_SHOWN = 10
-"""Layouts that may still win, in the table."""
 _LATER = {"what", "parallel", "launch", "trials", "layout", "png", "as_json"}
 """The options of a tuning that has begun, which says everything else."""
 
@@ -202,60 +200,10 @@ def _trials(root: Path, tuning: "Tuning", log: Path, layout: str | None) -> Iter
 
 def print_tuning(answer: "TuneAnswer", root: Path) -> None:
     """The trials, what may still win, and what to do next."""
-    if answer.tried:
-        print_table(
-            ("<tried", "measured", "predicted", "memory"),
-            [
-                (
-                    one.layout, one.outcome if one.seconds is None else seconds(one.seconds),
-                    seconds(one.predicted_seconds), size(one.memory_bytes),
-                )
-                for one in answer.tried
-            ],
-        )  # fmt: skip
-    if answer.open and not answer.stop:
-        _print_open(answer)
-    if answer.best is not None:
-        say(f"best so far: {answer.best.layout}, {seconds(answer.best.seconds)}")
-    say(answer.said, *_about(answer))
-    if answer.broken is not None:
-        say(answer.broken)
-    elif not answer.stop:
-        say(*(f"next: {one.layout}" for one in answer.next))
+    from stagewright.service.layouts.tuning import about_lines, standing_lines, tuned_tables
+
+    for table in tuned_tables(answer):
+        print_table(table.head, table.rows, table.title)
+    say(*about_lines(answer), *standing_lines(answer))
+    if answer.broken is None and not answer.stop:
         say(f"their launch files are in {root}; then: stagewright tune read {root}")
-
-
-def _print_open(answer: "TuneAnswer") -> None:
-    shown = answer.open[:_SHOWN]
-    more = len(answer.open) - len(shown)
-    if answer.best is None:
-        rows = [(one.layout, seconds(one.predicted_seconds), f"{one.fits:.0%}") for one in shown]
-        print_table(("<layout", "predicted", "fits"), rows)
-    else:
-        head = ("<may still win", "corrected", "9 of 10 within", "saves", "fits")
-        print_table(head, [_row(one) for one in shown])
-    if more:
-        say(f"and {counted(more, 'other', 'others')}")
-
-
-def _row(one: "OpenRow") -> tuple[str, ...]:
-    return (
-        one.layout,
-        format_seconds(one.seconds),
-        f"{format_seconds(one.seconds_low)} - {format_seconds(one.seconds_high)}",
-        f"at most {one.gain or 0:.0%}",
-        f"{one.fits:.0%}",
-    )
-
-
-def _about(answer: "TuneAnswer") -> Iterator[str]:
-    """What the sentence speaks of."""
-    rest = "there is no other"
-    if answer.rest_seconds is not None:
-        rest = f"every other takes {format_seconds(answer.rest_seconds)} or more as predicted"
-    known = counted(answer.candidates, "layout is", "layouts are")
-    yield f"{known} corrected, {rest} ({answer.proved_by})"
-    if answer.left_out:
-        yield f"{counted(answer.left_out, 'does', 'do')} not fit, as far as the runs tell"
-    yield f"rates: {answer.rates}"
-    yield f"class: {answer.plan_class}"
