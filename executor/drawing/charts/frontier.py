@@ -66,6 +66,7 @@ def frontier_png(
         axes.axhline(deadline_days, color=CRITICAL_COLOUR, lw=1.5, ls="--", label=label)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(lambda days, _: f"{days:g}" if f"{days:e}"[0] in "235" else "")
     axes.margins(x=0.12)
     axes.set_xlabel(cost)
     axes.set_ylabel("days")
