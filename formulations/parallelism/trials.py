@@ -54,6 +54,11 @@ OF_MEAN = 1.2533
 """A normal variable's standard deviation over the mean of its absolute value."""
 
 
+def _require_positive(name: str, value: float | None) -> None:
+    if value is not None and not (isfinite(value) and value > 0):
+        raise InputError(f"{name} must be above 0, got {value:g}")
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """A run of a layout: its seconds, or why it has none; ``place`` is where that is written."""
@@ -68,9 +73,7 @@ class Trial:
 
     def __post_init__(self) -> None:
         for name in ("seconds", "memory_bytes"):
-            value = getattr(self, name)
-            if value is not None and not (isfinite(value) and value > 0):
-                raise InputError(f"{self.place}: {name} must be above 0, got {value:g}")
+            _require_positive(f"{self.place}: {name}", getattr(self, name))
         if (self.outcome == "measured") != (self.seconds is not None):
             raise InputError(f"{self.place}: a trial has seconds if it was measured, and only then")
 
@@ -84,6 +87,10 @@ class Candidate:
     layout: Layout
     seconds: float
     peak_bytes: float
+
+    def __post_init__(self) -> None:
+        for name in ("seconds", "peak_bytes"):
+            _require_positive(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +135,7 @@ class Tuning:
     version: Literal[1] = VERSION
 
     def __post_init__(self) -> None:
+        _require_positive("rest_seconds", self.rest_seconds)
         if not self.candidates:
             raise InputError("candidates: there must be one or more")
         layouts = [one.layout for one in self.candidates]

@@ -231,15 +231,15 @@ def answer_of(tuning: Tuning, standing: "Standing") -> TuneAnswer:
     claim, measured = standing.claim, tuning.measured
     best = min(measured.values(), default=None)
     tried = tuple(_tried(tuning, one) for one in tuning.trials)
-    first = None if claim is None else str(claim.best)
+    first, stop = None if claim is None else str(claim.best), claim is not None and claim.stop
     rates_runs, rates_wrong = _of_rates(tuning, claim)
     return TuneAnswer(
         said=_said(tuning, standing, rates_runs, rates_wrong),
-        stop=claim is not None and claim.stop,
+        stop=stop,
         best=next((one for one in tried if one.layout == first and one.seconds), None),
         tried=tried,
         open=tuple(_open_rows(standing.open, best)),
-        next=tuple(_open_rows(standing.next, best)),
+        next=() if stop else tuple(_open_rows(standing.next, best)),
         chance=None if claim is None else claim.chance,
         off=None if claim is None else claim.off,
         wrong=0 if claim is None else claim.wrong,
@@ -325,7 +325,7 @@ def tuned_tables(answer: TuneAnswer) -> Iterator[AnswerTable]:
             (
                 one.layout, one.outcome if one.seconds is None else format_seconds(one.seconds),
                 "-" if one.predicted_seconds is None else format_seconds(one.predicted_seconds),
-                "-" if one.memory_bytes is None else format_bytes(one.memory_bytes),
+                "" if one.memory_bytes is None else format_bytes(one.memory_bytes),
             )
             for one in answer.tried
         ]  # fmt: skip

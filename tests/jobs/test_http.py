@@ -205,6 +205,9 @@ def test_a_tuning_is_begun_told_of_runs_and_fetched(
         ("t3 b1: 1", "trials: p x t x c x d"),
     ):  # fmt: skip
         assert told(read(line), 422).startswith(message)
+    forged = document.json() | {"rest_seconds": -1.0}
+    refused = client.post("/v1/tune-read", json={"tuning": forged})
+    assert told(refused, 422) == "tuning: rest_seconds must be above 0, got -1"
 
 
 @pytest.mark.parametrize(

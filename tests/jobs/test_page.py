@@ -294,19 +294,19 @@ def test_a_run_is_told_to_a_tuning(site: Site) -> None:
     go(browser, "new/tune-read", "document.querySelector('form.request')")
     browser.run("document.querySelector('[name=example]').click()")
     trials, tables = "document.querySelector('[name=trials]')", "document.querySelectorAll('table')"
-    browser.await_that(f"{trials}.value")
-    browser.run(f"{trials}.value = {trials}.value.split('\\n')[0]")
-    for tried in (1, 2):
-        browser.run("document.querySelector('form.request').requestSubmit()")
-        browser.await_that(f"{ENDED} && {tables}.length === 2")
-        assert browser.run(f"{tables}[0].querySelectorAll('tbody tr').length") == tried
-        add = (
-            "[...document.querySelectorAll('button')].find((one) => one.innerText === 'Add trials')"
-        )
-        browser.run(f"{add}.click()")
-        browser.await_that(f"{trials}?.value.endsWith(': ')")  # a line for the next layout
-        browser.run(f"{trials}.value += '3.3'")
-    assert browser.errors == []
+    browser.await_that(f"{trials}.value.split('\\n').length === 3")
+    browser.run("document.querySelector('form.request').requestSubmit()")
+    browser.await_that(f"{ENDED} && {tables}.length === 2")
+    assert browser.run(f"{tables}[0].querySelectorAll('tbody tr').length") == 3
+    add = "[...document.querySelectorAll('button')].find((one) => one.innerText === 'Add trials')"
+    browser.run(f"{add}.click()")
+    browser.await_that(f"{trials}?.value.endsWith(': ')")  # a line for the next layout
+    for seconds, told in (("soon", "[role=alert]"), ("3.3", "output")):
+        browser.run(f"{trials}.value = {trials}.value.replace(/: .*$/, ': {seconds}')")
+        browser.run("document.querySelector('[name=validate]').click()")
+        browser.await_that(f"document.querySelector('form.request {told}').textContent")
+    assert [one for one in browser.errors if " 422 " not in one] == []
+    browser.errors.clear()
 
 
 @in_a_browser
