@@ -53,7 +53,7 @@ def test_an_answer_carries_the_plan_and_writes_figures() -> None:
 @pytest.mark.parametrize("planner", ["spp", "exact", "general", "auto", "1f1b-star", "madpipe"])
 def test_progress_carries_the_best_checked_plan(planner: str) -> None:
     told: list[Progress] = []
-    answer = plan(PlanRequest(**GIVEN, planner=planner, time_limit=1.0), told.append)
+    answer = plan(PlanRequest(**GIVEN, planner=planner, time_limit=10.0, gap=0.3), told.append)
     plans: list[PipelinePlan] = [news.best() for news in told if news.best is not None]
     assert plans
     costs = [one.certificate.cost_seconds for one in plans if one.certificate is not None]
