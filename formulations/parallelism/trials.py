@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import exp, isfinite, log, sqrt
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NoReturn
 
 import numpy as np
 from pydantic import ConfigDict
@@ -143,10 +143,17 @@ class Tuning:
             assert other.seconds is not None
             slow, fast = max(one.seconds, other.seconds), min(one.seconds, other.seconds)
             if slow > (1 + AGREE) * fast:
-                raise InputError(
-                    f"{one.place}: {one.seconds:g} s contradicts {other.place}, which has "
-                    f"{other.seconds:g} s for the same layout; leave out the wrong one"
-                )
+                self._contradict(one, f"{one.seconds:g} s", other)
+        for one in self.trials:
+            if one.outcome == "out of memory" and one.layout in by_layout:
+                self._contradict(one, one.outcome, by_layout[one.layout])
+
+    @staticmethod
+    def _contradict(one: Trial, said: str, other: Trial) -> NoReturn:
+        raise InputError(
+            f"{one.place}: {said} contradicts {other.place}, which has "
+            f"{other.seconds:g} s for the same layout; leave out the wrong one"
+        )
 
     @property
     def measured(self) -> dict[Layout, float]:

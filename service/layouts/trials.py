@@ -45,7 +45,9 @@ def start_in(root: Path, request: TuneRequest, ended: StopToken | None = None) -
         mine = (to_json(request.problem), request.framework, said_class(request))
         if mine != (to_json(tuning.problem), tuning.framework, tuning.space):
             raise InputError(f"{root} has a tuning of another problem; name another folder")
-        return tuning
+        if tuning.rest_seconds is None or request.candidates <= len(tuning.candidates):
+            return tuning
+        return _with_more(root, request, ended)
     tuning = tuning_of(request, ended)
     if is_stopped(ended):
         raise InputError(f"{root}: stopped before the candidates were found; nothing is written")
@@ -54,6 +56,18 @@ def start_in(root: Path, request: TuneRequest, ended: StopToken | None = None) -
     except OSError as error:
         raise InputError(f"{root}: {error.strerror}") from None
     save_tuning(tuning, root / DOCUMENT)
+    return tuning
+
+
+def _with_more(root: Path, request: TuneRequest, ended: StopToken | None) -> Tuning:
+    """The tuning in a folder with as many candidates as are asked now, and its trials."""
+    found = tuning_of(request, ended)
+    with changing(root):
+        tuning = current(root)
+        if is_stopped(ended) or len(found.candidates) <= len(tuning.candidates):
+            return tuning
+        tuning = found.with_trials(tuning.trials)
+        save_tuning(tuning, root / DOCUMENT)
     return tuning
 
 
@@ -110,7 +124,12 @@ class _Loop:
         self.crashed: list[Trial] = []
 
     def run(self, left: float, stop: StopToken | None) -> TuneAnswer:
+        known = current(self.root).trials
         answer = read_in(self.root, [])
+        assert answer.document is not None
+        for trial in answer.document.trials:
+            if trial not in known:  # of an earlier call that was ended
+                self.on_trial(answer, trial)
         while not is_stopped(stop):
             # A run that another process started, and that still goes on, is waited for.
             going = not answer.stop and len(self.crashed) < BROKEN
