@@ -138,15 +138,14 @@ class Tuning:
             with naming(one.place):
                 require_layout(self.problem, one.layout)
             if one.seconds is None:
+                if one.outcome == "out of memory" and one.layout in by_layout:
+                    self._contradict(one, one.outcome, by_layout[one.layout])
                 continue
             other = by_layout.setdefault(one.layout, one)
             assert other.seconds is not None
             slow, fast = max(one.seconds, other.seconds), min(one.seconds, other.seconds)
             if slow > (1 + AGREE) * fast:
                 self._contradict(one, f"{one.seconds:g} s", other)
-        for one in self.trials:
-            if one.outcome == "out of memory" and one.layout in by_layout:
-                self._contradict(one, one.outcome, by_layout[one.layout])
 
     @staticmethod
     def _contradict(one: Trial, said: str, other: Trial) -> NoReturn:
@@ -366,9 +365,10 @@ def _memory_factor(tuning: Tuning) -> tuple[Floats, Floats]:
     factors = np.linspace(-8, 8, 321) * deviation
     weights = -0.5 * (factors / deviation) ** 2
     peaks = {one.layout: one.peak_bytes for one in tuning.candidates}
+    known = tuning.measured
     for one in tuning.trials:
         peak = peaks.get(one.layout)
-        if peak is None or one.outcome == "crashed":
+        if peak is None or one.outcome == "crashed" or (one.layout in known and not one.seconds):
             continue
         beyond = (factors - log(tuning.problem.fabric.memory_bytes / peak)) / OWN_MEMORY
         if one.outcome == "out of memory":
