@@ -29,6 +29,7 @@ from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.parts import Parts, shares
 from stagewright.formulations.parallelism.states import Parameters, groups, held
 from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.formulations.prices.collectives import link_seconds
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
@@ -154,10 +155,10 @@ def run_size(
     problem: TrainingProblem, failures: Failures, seconds: float, of: Checkpoint
 ) -> RunSize:
     """The run of a problem with so many seconds of an iteration and such a checkpoint."""
-    stop = write = of.of_server / failures.checkpoint_bytes_per_second
+    stop = write = link_seconds(of.of_server, failures.checkpoint_bytes_per_second)
     host = failures.require_host(problem.fabric)
     if failures.asynchronous and host is not None:
-        stop = of.of_device / host
+        stop = link_seconds(of.of_device, host)
     return RunSize(
         devices=problem.fabric.devices,
         iteration_seconds=seconds,

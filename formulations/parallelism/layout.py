@@ -285,7 +285,8 @@ class Layout:
         for one in fields(self):
             mine, others = (getattr(layout, one.name) for layout in (self, other))
             if mine != others:
-                yield f"{one.name} {mine} -> {others}"
+                said = ("not set" if value is None else value for value in (mine, others))
+                yield f"{one.name} {' -> '.join(map(str, said))}"
 
     def __str__(self) -> str:
         """The layout in words that :func:`parse_layout` reads; default values are left out."""

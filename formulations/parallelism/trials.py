@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import exp, isfinite, log, sqrt
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NoReturn
 
 import numpy as np
 from pydantic import ConfigDict
@@ -146,15 +146,21 @@ class Tuning:
             with naming(one.place):
                 require_layout(self.problem, one.layout)
             if one.seconds is None:
+                if one.outcome == "out of memory" and one.layout in by_layout:
+                    self._contradict(one, one.outcome, by_layout[one.layout])
                 continue
             other = by_layout.setdefault(one.layout, one)
             assert other.seconds is not None
             slow, fast = max(one.seconds, other.seconds), min(one.seconds, other.seconds)
             if slow > (1 + AGREE) * fast:
-                raise InputError(
-                    f"{one.place}: {one.seconds:g} s contradicts {other.place}, which has "
-                    f"{other.seconds:g} s for the same layout; leave out the wrong one"
-                )
+                self._contradict(one, f"{one.seconds:g} s", other)
+
+    @staticmethod
+    def _contradict(one: Trial, said: str, other: Trial) -> NoReturn:
+        raise InputError(
+            f"{one.place}: {said} contradicts {other.place}, which has "
+            f"{other.seconds:g} s for the same layout; leave out the wrong one"
+        )
 
     @property
     def measured(self) -> dict[Layout, float]:
@@ -367,9 +373,10 @@ def _memory_factor(tuning: Tuning) -> tuple[Floats, Floats]:
     factors = np.linspace(-8, 8, 321) * deviation
     weights = -0.5 * (factors / deviation) ** 2
     peaks = {one.layout: one.peak_bytes for one in tuning.candidates}
+    known = tuning.measured
     for one in tuning.trials:
         peak = peaks.get(one.layout)
-        if peak is None or one.outcome == "crashed":
+        if peak is None or one.outcome == "crashed" or (one.layout in known and not one.seconds):
             continue
         beyond = (factors - log(tuning.problem.fabric.memory_bytes / peak)) / OWN_MEMORY
         if one.outcome == "out of memory":

@@ -28,6 +28,8 @@ from stagewright.solvers.parallelism.tuner import standing_of
 
 BROKEN = 3
 """Layouts in a row whose runs fail alike: then it is the launch that fails."""
+_NOT_FOUND = ("126", "127")
+"""Exit codes of the shell for a command that it cannot start."""
 _SECONDS_A_LOOK = 0.05
 """Between two looks at running processes."""
 
@@ -45,7 +47,9 @@ def start_in(root: Path, request: TuneRequest, ended: StopToken | None = None) -
         mine = (to_json(request.problem), request.framework, said_class(request))
         if mine != (to_json(tuning.problem), tuning.framework, tuning.space):
             raise InputError(f"{root} has a tuning of another problem; name another folder")
-        return tuning
+        if tuning.rest_seconds is None or request.candidates <= len(tuning.candidates):
+            return tuning
+        return _with_more(root, request, ended)
     tuning = tuning_of(request, ended)
     if is_stopped(ended):
         raise InputError(f"{root}: stopped before the candidates were found; nothing is written")
@@ -54,6 +58,18 @@ def start_in(root: Path, request: TuneRequest, ended: StopToken | None = None) -
     except OSError as error:
         raise InputError(f"{root}: {error.strerror}") from None
     save_tuning(tuning, root / DOCUMENT)
+    return tuning
+
+
+def _with_more(root: Path, request: TuneRequest, ended: StopToken | None) -> Tuning:
+    """The tuning in a folder with as many candidates as are asked now, and its trials."""
+    found = tuning_of(request, ended)
+    with changing(root):
+        tuning = current(root)
+        if is_stopped(ended) or len(found.candidates) <= len(tuning.candidates):
+            return tuning
+        tuning = found.with_trials(tuning.trials)
+        save_tuning(tuning, root / DOCUMENT)
     return tuning
 
 
@@ -110,10 +126,15 @@ class _Loop:
         self.crashed: list[Trial] = []
 
     def run(self, left: float, stop: StopToken | None) -> TuneAnswer:
+        known = current(self.root).trials
         answer = read_in(self.root, [])
+        assert answer.document is not None
+        for trial in answer.document.trials:
+            if trial not in known:  # of an earlier call that was ended
+                self.on_trial(answer, trial)
         while not is_stopped(stop):
             # A run that another process started, and that still goes on, is waited for.
-            going = not answer.stop and len(self.crashed) < BROKEN
+            going = not answer.stop and not self._is_broken
             left -= self._start(int(min(left, self.parallel))) if going and left > 0 else 0
             if not self.running:
                 break
@@ -123,9 +144,18 @@ class _Loop:
                 answer = self._read(one) or answer
             if not ended:
                 sleep(_SECONDS_A_LOOK)
-        if len(self.crashed) >= BROKEN:
+        if self._is_broken:
             return self._broken()
         return read_in(self.root, [])
+
+    @property
+    def _is_broken(self) -> bool:
+        """Whether it is the launch that fails: its command was not found, or all runs crash."""
+        return len(self.crashed) >= BROKEN or any(self._not_found(one) for one in self.crashed)
+
+    def _not_found(self, trial: Trial) -> bool:
+        end = self.root / trial.place / EXIT
+        return end.exists() and end.read_text(encoding="utf-8").strip() in _NOT_FOUND
 
     def _start(self, most: int) -> int:
         """Start runs up to the number at the same time; return how many were started."""
@@ -162,9 +192,12 @@ class _Loop:
             tuning = replace(tuning, trials=kept, claim=None)
             save_tuning(tuning, self.root / DOCUMENT)
         logs = [folder for folder in folders(self.root) if folder.name in places]
+        what = "the command was not found"
+        if len(self.crashed) >= BROKEN:
+            what = f"{BROKEN} layouts in a row have crashed"
         why = (
-            f"{BROKEN} layouts in a row have crashed: it is the launch that fails, not the "
-            f"layouts; see {logs[-1]}; their crashes are not counted"
+            f"{what}: it is the launch that fails, not the layouts; see {logs[-1]}; their "
+            "crashes are not counted"
         )
         for folder in logs:
             (folder / EXIT).unlink(missing_ok=True)

@@ -290,9 +290,24 @@ def _of_rates(tuning: Tuning, claim: Claim | None) -> tuple[int, int]:
     return runs, sum(one.runs for one in errors if one.error > claim.off - 1)
 
 
+def _said_of_end(tuning: Tuning, claim: Claim | None) -> str:
+    """What is said where no candidate is left, and layouts beyond them may be worth a trial."""
+    said = "end: none of the candidates fits and runs, as far as the trials tell"
+    if claim is not None:
+        said = (
+            "end: every candidate that fits was tried; one beyond them is faster by more than "
+            f"{MARGIN:.0%} with a chance of at most {claim.chance:.1%}"
+        )
+    if tuning.rest_seconds is None:
+        return f"{said}; the class has no other layout"
+    return f"{said}; more --candidates than {len(tuning.candidates)} in the first command go on"
+
+
 def _said(tuning: Tuning, standing: "Standing", rates_runs: int, rates_wrong: int) -> str:
     """What the trials tell, in a sentence."""
     claim = standing.claim
+    if not standing.next and (claim is None or not claim.stop):
+        return _said_of_end(tuning, claim)
     if claim is None:
         return "nothing is measured yet"
     if claim.off is None:
@@ -309,8 +324,8 @@ def _said(tuning: Tuning, standing: "Standing", rates_runs: int, rates_wrong: in
     )
     if rates_runs:
         said += (
-            f"; of the {rates_runs} runs left out of {tuning.problem.rates.name}, {rates_wrong} "
-            "are of models that are off by more on average"
+            f"; before any correction the rates are off by more, on average, for the models of "
+            f"{rates_wrong} of the {rates_runs} runs left out of their fit"
         )
     return said
 

@@ -108,6 +108,26 @@ def test_logs_and_tables_are_read_and_what_contradicts_is_refused() -> None:
     assert crashed["tried"][-1]["outcome"] == "crashed"
 
 
+def test_a_tuning_without_a_candidate_left_says_so_and_goes_on_with_more() -> None:
+    few = [2 if one == 12 else "few" if one == "tuning" else one for one in BEGIN]
+    shown = answered(*few, "--launch", "echo CUDA out of memory; false", code=1)
+    assert "end: none of the candidates fits and runs" in shown
+    assert "more --candidates than 2 in the first command go on" in shown
+    assert "next: " not in shown
+    more = [12 if one == 2 else one for one in few]
+    (folder,) = {one.parent for one in Path("few").glob("*/layout.json")} - {
+        Path("few") / one.place for one in load_tuning("few/tuning.json").trials[:1]
+    }
+    for end in (folder / "exit.txt", folder / "run.lock"):
+        end.unlink()
+    (folder / "run.log").write_text("".join(LINE.format(i, 900) for i in range(1, 21)))
+    found = answered_json(*more)
+    assert (found["candidates"], found["runs"], bool(found["next"])) == (12, 1, True)
+    assert f"is in the folder of {found['best']['layout']}" in refused(
+        "tune", "read", "few", folder / "run.log", "--layout", "t8 b1"
+    )
+
+
 def test_what_does_not_apply_is_refused() -> None:
     other = [*BEGIN]
     other[other.index(64)] = 32
@@ -120,9 +140,14 @@ def test_what_does_not_apply_is_refused() -> None:
 
 
 def test_a_launch_that_fails_is_not_the_layouts_fault() -> None:
-    shown = answered("tune", "tuning", "--launch", "no-such-command", code=1)
-    assert "3 layouts in a row have crashed: it is the launch that fails" in shown
-    assert load_tuning("tuning/tuning.json").trials == ()
+    failed = "it is the launch that fails, not the layouts"
+    for command, why in (
+        ("no-such-command", "the command was not found"),
+        ("false", "3 layouts in a row have crashed"),
+    ):
+        shown = answered("tune", "tuning", "--launch", command, code=1)
+        assert f"{why}: {failed}" in shown
+        assert load_tuning("tuning/tuning.json").trials == ()
     assert answered_json("tune", "tuning", *LAUNCH)["best"]
 
 

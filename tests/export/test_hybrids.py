@@ -155,6 +155,7 @@ def test_small_hybrids_are_counted_as_by_megatron(kind):
     """Of all kinds of layers."""
     fields = SMALL[kind] | {"n_groups": 2}
     _, _, files = exported(fields, "p1 t1 d8 b1 zero1")
+    assert ("--moe-router" in files["megatron.sh"]) == ("n_routed_experts" in fields)
     args, _, _ = run_megatron(files["megatron.sh"])
     assert counted(args) == sum(architecture_of(fields).parameters().values())
 

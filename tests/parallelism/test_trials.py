@@ -206,6 +206,12 @@ def test_trials_are_told_once_and_must_agree() -> None:
     assert not twice.failed
     with pytest.raises(InputError, match=r"c.log: 3 s contradicts a.log, which has 2 s"):
         once.with_trials([told(of, layout, 3.0, "c.log")])
+    with pytest.raises(InputError, match=r"c.log: out of memory contradicts a.log, which has 2 s"):
+        once.with_trials([Trial(layout, "out of memory", "c.log")])
+    again = of.with_trials([Trial(layout, "out of memory", "c.log"), *once.trials])
+    assert again.measured == once.measured
+    peak = of.candidates[0].peak_bytes
+    assert fit_chance(again, peak) == fit_chance(once, peak)
     with pytest.raises(InputError, match="ranks; there are 8 devices"):
         of.with_trials([told(of, Layout(data=4), 1.0, "mine")])
     with pytest.raises(InputError, match="only then"):

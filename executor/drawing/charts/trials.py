@@ -54,7 +54,9 @@ def trials_png(tried: Sequence[Tried], open_: Sequence[MayWin]) -> bytes:
         for i, one in zip(places, tried, strict=True)
         if one.predicted_seconds
     ]
-    failed = [i for i, one in zip(places, tried, strict=True) if not one.seconds]
+    failed = [
+        (i, one.predicted_seconds) for i, one in zip(places, tried, strict=True) if not one.seconds
+    ]
     if before:
         axes.plot(*zip(*before, strict=True), "_", color=CATEGORIES[1], ms=12, label="predicted")
     if known:
@@ -64,10 +66,12 @@ def trials_png(tried: Sequence[Tried], open_: Sequence[MayWin]) -> bytes:
             [*places, len(tried) + 1 + min(len(open_), SHOWN)], [*best, best[-1]], where="post",
             color=CATEGORIES[0], lw=1, label="the best so far",
         )  # fmt: skip
-    for place in failed:
-        axes.axvline(
-            place, color=CRITICAL_COLOUR, lw=0.8, ls=":", label="out of memory, or crashed"
-        )
+    for place, predicted in failed:
+        label = "out of memory, or crashed"
+        if predicted is None:
+            axes.axvline(place, color=CRITICAL_COLOUR, lw=0.8, ls=":", label=label)
+        else:
+            axes.plot(place, predicted, "x", color=CRITICAL_COLOUR, ms=6, label=label)
     for place, one in enumerate(open_[:SHOWN], len(tried) + 1):
         axes.plot([place] * 2, [one.seconds_low, one.seconds_high], color="#999999", lw=3)
         axes.plot(place, one.seconds, "o", color="#555555", ms=4)

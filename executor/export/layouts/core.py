@@ -219,9 +219,9 @@ def _sizes(architecture: Architecture) -> Fields:
 
 
 def router_fields(architecture: Architecture) -> Fields:
-    """Fields of the router; none where nothing is stated."""
+    """Fields of the router; none without experts, or where nothing is stated."""
     routing = architecture.stated.routing
-    if routing is None:
+    if routing is None or architecture.experts is None:
         return {}
     return {
         "moe_router_score_function": routing.scores,

@@ -162,37 +162,47 @@ def _trials(root: Path, tuning: "Tuning", log: Path, layout: str | None) -> Iter
     """The trials that a file tells: a CSV, a log in a layout's folder, or one with --layout."""
     from stagewright.executor.measuring.trials import folders, trial_of
     from stagewright.formulations.parallelism.layout import parse_layout
-    from stagewright.formulations.parallelism.trials import Trial
-    from stagewright.graphs.importers.measured_runs import read_measured
 
     if not log.exists():
         raise InputError(f"{log}: No such file or directory")
     place = str(log.resolve())
     if log.suffix.lower() == ".csv":
-        of = tuning.problem
-        for row, one in enumerate(read_measured(log), 1):
-            for name, said, is_ in (
-                ("gpus", one.gpus, of.fabric.devices), ("sequence", one.sequence, of.sequence),
-                ("batch", one.batch, of.batch),
-            ):  # fmt: skip
-                if said is not None and said != is_:
-                    raise InputError(f"{one.place}: {name} is {said}, the tuning's {is_}")
-            taken = one.seconds_of(of.fabric.devices, of.sequence, of.batch)
-            found = parse_layout(one.layout or "")
-            yield Trial(found, "measured", f"{place}:{row}", taken, one.memory_bytes)
+        yield from _table(tuning, log)
         return
     mine = [
         (folder, of) for folder, of in folders(root).items()
         if folder.resolve() in log.resolve().parents
     ]  # fmt: skip
     if layout is not None:
-        yield trial_of(tuning.problem, parse_layout(layout), log, place, False)
+        named = parse_layout(layout)
+        if mine and mine[0][1] != named:
+            raise InputError(f"{log} is in the folder of {mine[0][1]}: leave out --layout")
+        yield trial_of(tuning.problem, named, log, place, False)
     elif mine:
         folder, of_folder = mine[0]
         name = folder.relative_to(root).as_posix()
         yield trial_of(tuning.problem, of_folder, log, name, False)
     else:
         raise InputError(f'{log} is in no layout\'s folder of {root}: give --layout "p4 t2 d8 b1"')
+
+
+def _table(tuning: "Tuning", log: Path) -> Iterator["Trial"]:
+    """The trials of a CSV."""
+    from stagewright.formulations.parallelism.layout import parse_layout
+    from stagewright.formulations.parallelism.trials import Trial
+    from stagewright.graphs.importers.measured_runs import read_measured
+
+    of = tuning.problem
+    for row, one in enumerate(read_measured(log), 1):
+        for name, said, is_ in (
+            ("gpus", one.gpus, of.fabric.devices), ("sequence", one.sequence, of.sequence),
+            ("batch", one.batch, of.batch),
+        ):  # fmt: skip
+            if said is not None and said != is_:
+                raise InputError(f"{one.place}: {name} is {said}, the tuning's {is_}")
+        taken = one.seconds_of(of.fabric.devices, of.sequence, of.batch)
+        found = parse_layout(one.layout or "")
+        yield Trial(found, "measured", f"{log.resolve()}:{row}", taken, one.memory_bytes)
 
 
 # --- What is printed -----------------------------------------------------------------------------
@@ -205,5 +215,5 @@ def print_tuning(answer: "TuneAnswer", root: Path) -> None:
     for table in tuned_tables(answer):
         print_table(table.head, table.rows, table.title)
     say(*about_lines(answer), *standing_lines(answer))
-    if answer.broken is None and not answer.stop:
+    if answer.broken is None and answer.next and not answer.stop:
         say(f"their launch files are in {root}; then: stagewright tune read {root}")

@@ -104,8 +104,9 @@ def train(given: TrainOptions) -> int:
             f"{folder / PLAN} --checkpoint {folder / CHECKPOINTS} --resume"
         )
     machines = load_cluster(given.cluster)
-    planned, save = _of_operators(given, machines), _save_operator_costs
-    if given.model is not None:
+    if given.model is None:
+        planned, save = _of_operators(given, machines), _save_operator_costs
+    else:
         planned, save = _of_pipelines(given, given.model, machines), _save_pipeline_costs
     first = planned.start()
     if first is None:
