@@ -70,6 +70,7 @@ def counted_traits(of: Architecture) -> tuple[str, ...]:
     attention, experts = of.attention, of.experts
     grouped = attention if isinstance(attention, GroupedAttention) else None
     found = {
+        DIFFUSION: of.diffusion is not None,  # first, as a refusal names the first
         SIDE_BY_SIDE: of.parallel,
         EMBEDDING_NORM: of.embedding_norm,
         LOGITS_BIAS: of.logits_bias,
@@ -86,7 +87,6 @@ def counted_traits(of: Architecture) -> tuple[str, ...]:
         ENCODER_DECODER: of.tower is not None and of.tower.is_encoder,
         TOWER: of.tower is not None and not of.tower.is_encoder,
         NEXT_TOKENS: of.next_tokens is not None,
-        DIFFUSION: of.diffusion is not None,
         "logits without a norm before": not of.final_norm,
         "keys without biases": grouped is not None and not grouped.key_bias,
         f"{counted(of.block_norms, 'norm', 'norms')} in a block": of.block_norms != 2,

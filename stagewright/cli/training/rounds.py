@@ -320,6 +320,7 @@ def _print_summary(
         f"{answer['steps']} steps on {counted(answer['world_size'], 'rank', 'ranks')}, loss "
         f"{answer['loss']:.6g}, {format_seconds(answer['iteration_seconds'])} per step by the plan "
         f"of round {best.number}",
-        f"{folder} has plans, traces, costs and checkpoints",
+        f"{folder} has plans, traces, costs and checkpoints; why a step took so long: "
+        f"stagewright compare {folder}/plan-{best.number}.json {folder}/trace-{best.number}.json",
         *([] if parameters is None else [f"{parameters} is written"]),
     )
