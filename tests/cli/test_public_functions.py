@@ -59,6 +59,7 @@ TAKEN_BY = {
     ("divide", "workload"): {Workload},  # and of two other projects; refused by the request
     ("export", "plan"): {PipelinePlan, LayoutPlan},
     ("fabric_of_kind", "kind"): {Accelerator},
+    ("frontier", "space"): {Space},
     ("jobshop", "jobs"): set(),
     ("memory", "config"): {Architecture},
     ("memory", "layout"): {Layout, LayoutPlan},
@@ -68,11 +69,15 @@ TAKEN_BY = {
     ("save_model", "model"): {Chain},
     ("save_operator_plan", "plan"): {OperatorPlan},
     ("save_profiled_plan", "plan"): {ProfiledDocument},
+    ("save_tuning", "tuning"): {DOCUMENTS["tuning"]},
     ("train_plan", "config"): {Architecture},
     ("train_plan", "explain"): {Layout},
     ("train_plan", "problem"): {TrainingProblem},
     ("train_plan", "space"): {Space},
     ("training_problem", "rates"): {RateSet},
+    ("tune", "problem"): {TrainingProblem},
+    ("tune", "space"): {Space},
+    ("tune_read", "tuning"): {DOCUMENTS["tuning"]},
 }
 """Where a function differs."""
 
