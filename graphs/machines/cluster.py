@@ -3,9 +3,9 @@
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from pydantic import ConfigDict, Tag
@@ -15,7 +15,6 @@ from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import (
     MAX_DEVICES,
-    MIN_BANDWIDTH,
     MIN_MEMORY,
     require_amount,
     require_bandwidth,
@@ -210,35 +209,6 @@ class Cluster:
             every = range(len(self.devices))
             return self.pairs.block(every, every)
         return _widest_paths(self.direct_bandwidth, self._matrix(self.links.latency_seconds))
-
-    def slowed(self, factor: float) -> "Cluster":
-        """The cluster on which every transfer takes ``factor`` times as long.
-
-        No bandwidth becomes less than a cluster may have.
-        """
-
-        def by(bandwidth: float) -> float:
-            return max(bandwidth / factor, MIN_BANDWIDTH)
-
-        links = self.links
-        if isinstance(links, ServerLinks):
-            levels: dict[str, Any] = {
-                name: Link(by(link.bandwidth_bytes_per_second), link.latency_seconds * factor)
-                for name in ("intra", "inter", "inter_rack")
-                if (link := getattr(links, name)) is not None
-            }
-            return replace(self, links=replace(links, **levels))
-        slow = replace(
-            links,
-            bandwidth_bytes_per_second=tuple(
-                tuple(None if one is None else by(one) for one in row)
-                for row in links.bandwidth_bytes_per_second
-            ),
-            latency_seconds=tuple(
-                map(tuple, (self._matrix(links.latency_seconds) * factor).tolist())
-            ),
-        )
-        return replace(self, links=slow)
 
     def digest(self) -> str:
         """A SHA-256 of the cluster's document."""

@@ -2,8 +2,10 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import MIN_BANDWIDTH
 from stagewright.graphs.machines.cluster import Cluster, Link, Links, MatrixLinks, ServerLinks
 
 
@@ -53,6 +55,39 @@ def with_faster_links(cluster: Cluster, times: float, within: bool = False) -> C
     inter = links.inter and _scaled(links.inter, times)
     inter_rack = links.inter_rack and _scaled(links.inter_rack, times)
     return replace(cluster, links=replace(links, inter=inter, inter_rack=inter_rack))
+
+
+def with_slower_links(cluster: Cluster, times: float) -> Cluster:
+    """The cluster on which every transfer takes ``times`` as long, latencies too.
+
+    No bandwidth becomes less than a cluster may have.
+    """
+    links = cluster.links
+    if isinstance(links, ServerLinks):
+        levels: dict[str, Any] = {
+            name: Link(
+                _slower(link.bandwidth_bytes_per_second, times), times * link.latency_seconds
+            )
+            for name in ("intra", "inter", "inter_rack")
+            if (link := getattr(links, name)) is not None
+        }
+        return replace(cluster, links=replace(links, **levels))
+    latency = links.latency_seconds
+    slow = replace(
+        links,
+        bandwidth_bytes_per_second=tuple(
+            tuple(None if one is None else _slower(one, times) for one in row)
+            for row in links.bandwidth_bytes_per_second
+        ),
+        latency_seconds=tuple(tuple(times * one for one in row) for row in latency)
+        if isinstance(latency, tuple)
+        else times * latency,
+    )
+    return replace(cluster, links=slow)
+
+
+def _slower(bandwidth: float, times: float) -> float:
+    return max(bandwidth / times, MIN_BANDWIDTH)
 
 
 def with_one_more(cluster: Cluster) -> tuple[Cluster, str]:

@@ -8,6 +8,7 @@ from stagewright.executor.measuring.pairs import Pair
 from stagewright.executor.programs.trace import Trace
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.machines.cluster import Cluster
+from stagewright.graphs.machines.parts import with_slower_links
 from stagewright.graphs.models.chain import Chain
 from stagewright.service.pipelines.requests import PlanRequest
 from stagewright.service.rounds import TrainingRounds
@@ -50,7 +51,7 @@ class PipelineRounds(TrainingRounds[PipelinePlan, PipelineCosts]):
         seconds = found.iteration_seconds
         learned = PipelineCosts(
             correct(costs.chain, plan, trace),
-            costs.cluster.slowed(_slowdown(found)),
+            with_slower_links(costs.cluster, _slowdown(found)),
             min(costs.seconds, seconds.measured),
         )
         return learned, seconds, False

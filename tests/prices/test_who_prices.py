@@ -13,10 +13,9 @@ SAME = {"min", "max", "float", "abs", "minimum", "maximum", "append", "copy", "a
 ALLOWED = {
     "formulations/parallelism/profiles/cluster.py": "the bandwidth of a tensor group together",
     "formulations/pipelines/bppm.py": "a theorem's ratio of the best and the worst link",
-    "graphs/machines/cluster.py": "links as much slower as transfers were measured",
     "graphs/machines/groups.py": "the bandwidth of a unit's ways out together",
     "graphs/machines/networks.py": "the part of a link's bandwidth that collectives reach",
-    "graphs/machines/parts.py": "the bandwidth of several links together",
+    "graphs/machines/parts.py": "several links together, and links slower as measured",
     "graphs/machines/topology.py": "the part of NVLink's bandwidth that transfers reach",
     "graphs/models/operators/cost_book.py": "fits a link to measured transfers",
     "solvers/planners/baselines/hierarchy.py": "PipeDream's own model of a stage, in a kernel",

@@ -9,6 +9,7 @@ from stagewright.executor.programs.trace import Trace, TracedStep
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.machines.cluster import Cluster, Link, from_matrix, uniform_servers
+from stagewright.graphs.machines.parts import with_slower_links
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.service.pipelines.requests import PlanRequest
 from stagewright.service.pipelines.rounds import PipelineRounds
@@ -93,7 +94,7 @@ def test_slow_links() -> None:
     servers = uniform_servers(2, 1, Link(BANDWIDTH, 1e-6), Link(BANDWIDTH / 8, 1e-5))
     matrix = from_matrix(servers.devices, servers.bandwidth, servers.latency.tolist())
     for cluster in (servers, matrix):
-        slow = cluster.slowed(4.0)
+        slow = with_slower_links(cluster, 4.0)
         assert slow.bandwidth[0, 1] == BANDWIDTH / 32
         assert slow.latency[0, 1] == 4e-5
-        assert slow.slowed(0.25).links == cluster.links
+        assert with_slower_links(slow, 0.25).links == cluster.links
