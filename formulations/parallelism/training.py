@@ -155,6 +155,10 @@ class SwitchedProblem(TrainingProblem):
         return price not in self.free
 
 
+AGREE = 0.2
+"""Two runs of the same work may differ by this part of the faster."""
+
+
 @dataclass(frozen=True, eq=False)
 class CalibrationRun:
     """A measured iteration; ``place`` is where it is written, such as ``runs.csv:3``."""

@@ -22,7 +22,11 @@ from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.pipeline_time import Walk, walk
 from stagewright.formulations.parallelism.ranges import unknown_prices
-from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
+from stagewright.formulations.parallelism.training import (
+    AGREE,
+    TrainingProblem,
+    require_layout,
+)
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError, naming
@@ -37,8 +41,6 @@ MARGIN = 0.02
 """A layout that is faster than the best by less than this part is not worth a trial."""
 MOST_CHANCE = 0.01
 """A tuning stops where all that may still be faster is as likely as this at the most."""
-AGREE = 0.2
-"""Two trials of one layout may differ by this part of the faster."""
 
 PRIOR_RUNS = 2.0
 """As many runs as these say how large deviations are, before any trial."""

@@ -19,6 +19,7 @@ from scipy.special import stdtrit
 from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.ranges import measured_by
 from stagewright.formulations.parallelism.training import (
+    AGREE,
     CalibrationRun,
     TrainingProblem,
     require_layout,
@@ -35,9 +36,6 @@ FACTORS = {
     "contention": ("contention",),
 }
 """What is scaled, in this order, and the constants of each."""
-
-AGREE = 0.2
-"""Two runs of the same work may differ by this part of the faster."""
 
 _MOST = 20.0
 """A factor is from 1 / 20 to 20."""

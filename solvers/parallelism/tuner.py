@@ -59,11 +59,15 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class _Posterior:
-    """Means and deviations of log(measured / predicted) of layouts, with degrees of freedom."""
+    """Means and deviations of log(measured / predicted) of layouts, with degrees of freedom.
+
+    All variances have the factor ``scale``.
+    """
 
     means: Floats
     deviations: Floats
     freedom: float
+    scale: float = 1.0
 
 
 class Tuner:
@@ -73,7 +77,7 @@ class Tuner:
         self.tuning = tuning
         self.measured = tuning.measured
         known = [one.layout for one in tuning.candidates]
-        layouts = [*known, *(one for one in self.measured if one not in set(known))]
+        layouts = list(dict.fromkeys([*known, *self.measured]))
         walk = compiled_walk()
         found = [evaluate(tuning.problem, one, walk) for one in layouts]
         self.layouts, self.places = layouts, {one: i for i, one in enumerate(layouts)}
@@ -106,25 +110,29 @@ class Tuner:
 
     def _too_large(self) -> int:
         """The candidates that count as ones that do not fit, without a trial of their own."""
-        tried = self.tuning.failed.keys() | self.measured.keys()
+        tried, counted = self.tuning.failed.keys() | self.measured.keys(), set(self.open)
         return sum(
-            place not in set(self.open) and one.layout not in tried
+            place not in counted and one.layout not in tried
             for place, one in enumerate(self.tuning.candidates)
         )
+
+    def _told(self, tried: Sequence[int]) -> Floats:
+        """The covariance of trials, repetition included."""
+        own: Floats = self.prior[np.ix_(tried, tried)] + REPETITION**2 * np.eye(len(tried))
+        return own
 
     def _posterior(self, tried: Sequence[int], ratios: Floats) -> _Posterior:
         variances = np.diag(self.prior) + REPETITION**2
         if not len(tried):
             return _Posterior(np.zeros(len(variances)), np.sqrt(variances), PRIOR_RUNS)
-        own = self.prior[np.ix_(tried, tried)] + REPETITION**2 * np.eye(len(tried))
-        factor = cho_factor(own, lower=True)
+        factor = cho_factor(self._told(tried), lower=True)
         cross = self.prior[:, tried]
         explained = np.einsum("ij,ji->i", cross, cho_solve(factor, cross.T))
         # The scale is an inverse gamma's, with as much weight as PRIOR_RUNS runs.
         freedom = PRIOR_RUNS + len(tried)
         scale = (PRIOR_RUNS + float(ratios @ cho_solve(factor, ratios))) / freedom
         deviations = np.sqrt(scale * np.maximum(variances - explained, REPETITION**2))
-        return _Posterior(cross @ cho_solve(factor, ratios), deviations, freedom)
+        return _Posterior(cross @ cho_solve(factor, ratios), deviations, freedom, scale)
 
     def _corrected(self, place: int, of: _Posterior, best: float | None) -> Corrected:
         center = log(self.predicted[place]) + float(of.means[place])
@@ -148,7 +156,7 @@ class Tuner:
         seconds = [one.seconds for one in corrected]
         chances = [one.chance for one in corrected]
         if self.tuning.rest_seconds is not None:
-            center, deviation = self._rest(self.tuning.rest_seconds)
+            center, deviation = self._rest(self.tuning.rest_seconds, of.scale)
             seconds.append(exp(center))
             chances.append(self._chance(best, center, deviation, of.freedom))
         chance = min(1.0, sum(chances))
@@ -164,25 +172,22 @@ class Tuner:
             off=off,
         )
 
-    def _rest(self, seconds: float) -> tuple[float, float]:
+    def _rest(self, seconds: float, scale: float) -> tuple[float, float]:
         """Mean and deviation of the logarithm of the least seconds of all other layouts.
 
         They share the common factor alone with what was tried, as far as is known.
         """
         shared = common_deviation(self.tuning.problem) ** 2
-        own = self.prior[np.ix_(self.tried, self.tried)] + REPETITION**2 * np.eye(len(self.tried))
-        factor = cho_factor(own, lower=True)
+        factor = cho_factor(self._told(self.tried), lower=True)
         told = cho_solve(factor, self.ratios)
         explained = shared**2 * float(cho_solve(factor, np.ones(len(self.tried))).sum())
-        freedom = PRIOR_RUNS + len(self.tried)
-        scale = (PRIOR_RUNS + float(self.ratios @ told)) / freedom
         variance = scale * (float(np.diag(self.prior).max()) + REPETITION**2 - explained)
         return log(seconds) + shared * float(told.sum()), sqrt(variance)
 
     def _left_out(self) -> Floats:
         """Logarithms of measured over predicted seconds of every trial, corrected by the others."""
-        own = self.prior[np.ix_(self.tried, self.tried)] + REPETITION**2 * np.eye(len(self.tried))
-        inverse = np.linalg.inv(own)  # Rasmussen and Williams 2006, equation 5.12
+        # Rasmussen and Williams 2006, equation 5.12.
+        inverse = np.linalg.inv(self._told(self.tried))
         found: Floats = inverse @ self.ratios / np.diag(inverse)
         return found
 
