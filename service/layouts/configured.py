@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, model_validator
 
 from stagewright.formulations.parallelism.layout import parse_layout
-from stagewright.formulations.parallelism.training import CalibrationRun
+from stagewright.formulations.parallelism.training import CalibrationRun, TrainingProblem
 from stagewright.formulations.prices.computing import PrecisionName
 from stagewright.graphs.documents.errors import InputError, naming
 from stagewright.graphs.machines.stack_memory import STACK_MEMORY
@@ -74,7 +74,16 @@ class ConfiguredRequest(Request):
         """The request of the problem that it describes."""
 
 
-class TrainPlanInputs(LayoutSearch, TrainingInputs, MachineInputs, DegreeInputs, FailureInputs):
+class SpaceInputs(TrainingInputs, MachineInputs, DegreeInputs):
+    """A training run, its machines, and the layouts to consider."""
+
+    def problem_for(self, architecture: Architecture, framework: str | None) -> TrainingProblem:
+        """The training of an architecture, with the memory and rates of a framework if known."""
+        known = framework if framework in STACK_MEMORY else None
+        return self.problem(architecture, self.fabric(), known)
+
+
+class TrainPlanInputs(LayoutSearch, SpaceInputs, FailureInputs):
     """What is asked of an architecture's training on some machines."""
 
     def layouts_of(self, architecture: Architecture, **changed: Any) -> LayoutRequest:
@@ -85,8 +94,7 @@ class TrainPlanInputs(LayoutSearch, TrainingInputs, MachineInputs, DegreeInputs,
         InputError
             In one line, which names the field.
         """
-        known = self.framework if self.framework in STACK_MEMORY else None
-        problem = self.problem(architecture, self.fabric(), known)
+        problem = self.problem_for(architecture, self.framework)
         own = {name: getattr(self, name) for name in LayoutSearch.model_fields}
         own["by_stage"] = self.by_stage and not self.alike
         own["failures"] = self.failures_on(problem.fabric)
@@ -101,13 +109,12 @@ class TrainPlanRequest(ConfiguredRequest, TrainPlanInputs):
         return self.layouts_of(self.model())
 
 
-class TuneInputs(TuneSearch, TrainingInputs, MachineInputs, DegreeInputs):
+class TuneInputs(TuneSearch, SpaceInputs):
     """What is asked of the trials of an architecture's layouts."""
 
     def tune_of(self, architecture: Architecture) -> TuneRequest:
         """The search for the layouts that are worth a trial."""
-        known = self.framework if self.framework in STACK_MEMORY else None
-        problem = self.problem(architecture, self.fabric(), known)
+        problem = self.problem_for(architecture, self.framework)
         own = {name: getattr(self, name) for name in TuneSearch.model_fields}
         return TuneRequest.of(**own, problem=problem, space=self.space_of(problem))
 

@@ -17,6 +17,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.prices import Market
 from stagewright.service.answers import CARRIED, Answer, Finite
 from stagewright.service.layouts.explaining import layout_row
+from stagewright.service.layouts.goodput import iterations_of
 from stagewright.service.layouts.requests import LayoutAnswer, LayoutRequest, LayoutRow
 from stagewright.service.layouts.searching import find_layouts
 from stagewright.service.requests import Request
@@ -169,7 +170,7 @@ def _row(
         bound = failures.bound_effective_seconds or float("inf")
     tokens = problem.batch * problem.sequence
     # Of all iterations, which are whole, or of a part of some for a billion tokens.
-    count = -(-of.tokens // tokens) if of.tokens is not None else _TOKENS / tokens
+    count = iterations_of(of) or _TOKENS / tokens
     days = count * seconds / _DAY
     low, high = (days * one / row.seconds for one in (row.seconds_low, row.seconds_high))
     spares = 0 if of.failures is None else of.failures.spares * problem.fabric.per_server
