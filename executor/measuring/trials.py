@@ -98,11 +98,12 @@ def trial_of(problem: TrainingProblem, layout: Layout, log: Path, place: str, en
 
 def trials_in(root: Path, problem: TrainingProblem) -> list[Trial]:
     """What the folders' logs tell; a run without an iteration counts once it has ended."""
-    found = (_trial_in(root, problem, *one) for one in folders(root).items())
+    found = (trial_in(root, problem, *one) for one in folders(root).items())
     return [one for one in found if one is not None]
 
 
-def _trial_in(root: Path, problem: TrainingProblem, folder: Path, layout: Layout) -> Trial | None:
+def trial_in(root: Path, problem: TrainingProblem, folder: Path, layout: Layout) -> Trial | None:
+    """What the logs in the folder of a layout tell; None while it runs, or if that is nothing."""
     if is_running(folder):
         return None
     place = folder.relative_to(root).as_posix()

@@ -14,6 +14,7 @@ from stagewright.executor.measuring.trials import (
     current,
     folders,
     launch,
+    trial_in,
     trials_in,
     write_trial,
 )
@@ -172,10 +173,7 @@ class _Loop:
 
     def _read(self, run: Running) -> TuneAnswer | None:
         """What a run that has ended tells; None if it was ended from outside."""
-        problem = current(self.root).problem
-        place = run.folder.relative_to(self.root).as_posix()
-        told = trials_in(self.root, problem)
-        trial = next((one for one in told if one.place == place), None)
+        trial = trial_in(self.root, current(self.root).problem, run.folder, run.layout)
         if trial is None:
             return None
         answer = read_in(self.root, [])
