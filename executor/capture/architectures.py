@@ -107,6 +107,7 @@ def _architecture(kind: str, model: Any, config: Any, blocks: list[nn.Module]) -
         for one in model.modules()
         if isinstance(one, nn.Embedding) and one is not embedding and one.embedding_dim == hidden
     ]
+    rows = max(tables, default=None)
     window, full, chunked = _window(config, kind)
     return Architecture(
         name=kind,
@@ -119,8 +120,8 @@ def _architecture(kind: str, model: Any, config: Any, blocks: list[nn.Module]) -
         parallel=number == 1 or _has(config, "use_parallel_residual", "parallel_attn"),
         embedding_norm=len(ends) > 1,
         rotary=bool(tables) or any("rotary" in type(o).__name__.lower() for o in model.modules()),
-        positions=max(tables, default=None),
-        unused_positions=_unused(max(tables, default=0), config),
+        positions=rows,
+        unused_positions=_unused(rows or 0, config),
         logits_bias=getattr(head, "bias", None) is not None,
         tied=head.weight is embedding.weight,
         window=window,

@@ -94,11 +94,8 @@ def _seen(compute: Callable[[], Any], modules: Sequence[nn.Module], step: Exampl
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(SEED)
         with _watched(modules) as results:
-            if step.autocast is None:
+            with torch.autocast(device.type, step.autocast, enabled=step.autocast is not None):
                 total, count = read_loss(step.loss(compute(), step.targets))
-            else:
-                with torch.autocast(device.type, step.autocast):
-                    total, count = read_loss(step.loss(compute(), step.targets))
             wanted = {id(one): one for one in parameters.values() if one.requires_grad}
             made = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
     of = dict(zip(wanted, made, strict=True))
@@ -134,13 +131,10 @@ def _difference(expected: _Seen, found: _Seen, share: float) -> str | None:
         return f"its loss is {found.loss:g}, not {expected.loss:g}"
     norms = [float(one.norm()) for one in expected.gradients.values() if one is not None]
     least = share * max(norms, default=0.0)
-    for name, one in expected.gradients.items():
-        other = found.gradients.get(name)
-        if one is None and other is None:
-            continue
-        zero = torch.zeros(())
-        apart = float(((zero if one is None else one) - (zero if other is None else other)).norm())
-        if apart > max(least, 10 * share * float((zero if one is None else one).norm())):
+    none = torch.zeros(())
+    for name, gradient in expected.gradients.items():
+        one, other = (none if g is None else g for g in (gradient, found.gradients.get(name)))
+        if float((one - other).norm()) > max(least, 10 * share * float(one.norm())):
             return f"the gradient of {name!r} is another"
     return None
 
