@@ -88,14 +88,7 @@ def hybrid_fields(
 
 def delta_variants(arguments: Arguments, layers: int) -> tuple[Variant, ...]:
     """The blocks of a GPT that mix tokens by the gated delta rule."""
-    names = (
-        "num-value-heads",
-        "value-head-dim",
-        "key-head-dim",
-        "num-key-heads",
-        "conv-kernel-dim",
-    )
-    sizes = [arguments.number(f"--linear-{one}") for one in names]
+    sizes = [arguments.number(f"--linear-{one}") or usual for one, usual in _DELTA_SIZES.items()]
     kinds = ("", "gdn", "gated_delta_net")
     kind = arguments.choice("--experimental-attention-variant", kinds)
     text = arguments.text("--linear-attention-freq")
@@ -109,9 +102,7 @@ def delta_variants(arguments: Arguments, layers: int) -> tuple[Variant, ...]:
         if every
         else flags(text, layers, "--linear-attention-freq")
     )
-    heads, size, state, groups, kernel = (
-        one or usual for one, usual in zip(sizes, _DELTA_SIZES.values(), strict=True)
-    )
+    heads, size, state, groups, kernel = sizes
     mixer = Recurrence("delta", heads, size, state, groups, _DELTA_CHUNK, kernel)
     blocks = frozenset(index for index, one in enumerate(limited) if one)
     return (Variant(blocks, mixers=(mixer,)),) if blocks else ()
