@@ -3,8 +3,9 @@
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType
 
 import uvicorn
 
@@ -31,7 +32,7 @@ class Server:
 
     Anything but processes of this machine is a Ray cluster. ``per_second`` limits the requests of
     each user; None: to `_PER_SECOND` where there are tokens. Jobs are deleted ``keep_days`` after
-    their ends; None: never.
+    their ends; None: never. Jobs that run at SIGTERM have ``drain_seconds`` to end.
     """
 
     store: ServiceStore
@@ -43,6 +44,7 @@ class Server:
     webhooks: Webhooks | None = None
     start: Start = LocalProcess
     keep_days: float | None = None
+    drain_seconds: float = 25.0
 
     def require_safe(self) -> None:
         """Refuse to serve others without tokens."""
@@ -53,7 +55,11 @@ class Server:
             )
 
     def run(self, on_start: Callable[[str], None] = lambda _: None) -> None:
-        """Serve until a signal, ``on_start`` is told the address; running jobs then end."""
+        """Serve until a signal, ``on_start`` is told the address.
+
+        At SIGTERM no further job is begun, and those that have not ended in time are queued again;
+        at SIGINT, and at a further signal, all are at once.
+        """
         listening = self._bound()
         app = create_app(self._service())
         made = [
@@ -72,16 +78,22 @@ class Server:
         # uvicorn raises the signal that ended it once more, when it has shut down.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            uvicorn.Server(config).run(sockets=[listening])
+            _Draining(config, lambda number: self._drain(made, number)).run(sockets=[listening])
         except KeyboardInterrupt:
-            pass
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda number, _: self._drain(made, number))
         finally:
-            for one in made:
-                one.stop()
-            for other in beside:
-                other.stopping.set()
+            for one in (*made, *beside):
+                if not one.stopping.is_set():
+                    one.stop()
             for thread in threads:
                 thread.join()
+
+    def _drain(self, workers: Sequence[Worker], number: int) -> None:
+        """Stop the workers at a signal of that number."""
+        again = any(one.stopping.is_set() for one in workers)
+        for one in workers:
+            one.stop(0.0 if again or number == signal.SIGINT else self.drain_seconds)
 
     def _beside(self) -> Iterator[RepeatedStep]:
         """Steps that the server repeats: deliveries of webhooks, and the deletion of old jobs."""
@@ -113,6 +125,19 @@ class Server:
             raise InputError(
                 f"--host {self.host} --port {self.port}: {error.strerror or error}"
             ) from None
+
+
+class _Draining(uvicorn.Server):
+    """Tells of the signal that ends it at once, and not when the last connection is closed."""
+
+    def __init__(self, config: uvicorn.Config, drain: Callable[[int], None]) -> None:
+        super().__init__(config)
+        self._drain = drain
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """See :meth:`uvicorn.Server.handle_exit`."""
+        self._drain(sig)
+        super().handle_exit(sig, frame)
 
 
 def _rate(per_second: float) -> RequestRate:

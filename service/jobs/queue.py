@@ -1,8 +1,8 @@
 """The queue of jobs, as workers see it, and the deliveries of webhooks that are due.
 
-A worker claims the next job for a lease, which it renews; a job whose lease has run out is queued
-again, or ends with its best answer so far. What a worker writes counts only while it holds the
-lease.
+A worker claims the next job for a lease, which it renews. A job whose lease has run out is queued
+again after a pause, one that its worker gives back at once. What a worker writes counts only while
+it holds the lease.
 """
 
 from dataclasses import dataclass
@@ -84,7 +84,8 @@ class Deliveries:
             database.execute(update(DELIVERIES).where(mine).values(**values))
 
 
-MOST_ATTEMPTS = 3  # workers that may be lost over a job
+MOST_ATTEMPTS = 3  # times that a job's own process may end without an answer
+LOSS_PAUSES = (0.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 600.0)  # seconds after each loss
 
 
 class JobLeaseLostError(Exception):
@@ -100,7 +101,7 @@ class Queue:
 
     def claim(self, worker: str, lease_seconds: float) -> ServiceJob | None:
         """The next job for a worker: of the highest priority, of who has the fewest running."""
-        if not self._any(JOBS.c.state == State.QUEUED):
+        if not self._any(*self._waiting()):
             return None
         with self.store.writing() as database:
             now = self._clock()
@@ -113,7 +114,7 @@ class Queue:
             asked = (
                 select(JOBS.c.id)
                 .outerjoin(running, running.c.user == JOBS.c.user)
-                .where(JOBS.c.state == State.QUEUED)
+                .where(*self._waiting())
                 .order_by(JOBS.c.priority.desc(), func.coalesce(running.c.count, 0), JOBS.c.created)
                 .limit(1)
                 .with_for_update(skip_locked=True, of=JOBS)
@@ -185,6 +186,22 @@ class Queue:
         with self.store.writing() as database:
             self._end(database, job, outcome, JOBS.c.worker == worker)
 
+    def give_back(self, job: str, worker: str, reason: str, *, counted: bool) -> None:
+        """Queue a claimed job again, at once; raises JobLeaseLostError as `renew`.
+
+        Its best answer so far is kept. ``counted``: as one of its own attempts. One that was asked
+        to end ends.
+        """
+        with self.store.writing() as database:
+            mine = (JOBS.c.id == job, JOBS.c.state == State.SOLVING, JOBS.c.worker == worker)
+            row = database.execute(select(JOBS).where(*mine).with_for_update()).one_or_none()
+            if row is None:
+                raise JobLeaseLostError(job)
+            if row.asked is not None:
+                self._end_with_best(database, row, StoppedBy.USER, reason)
+                return
+            self._queue_again(database, row, reason, attempts=row.attempts - (not counted))
+
     def expire(self) -> int:
         """End the leases that have run out: jobs are queued again, or end; how many there were."""
         if not self._any(*self._overdue()):
@@ -203,24 +220,40 @@ class Queue:
             found = database.execute(select(JOBS.c.id).where(*conditions).limit(1)).first()
         return found is not None
 
+    def _waiting(self) -> tuple[ColumnElement[bool], ...]:
+        return (JOBS.c.state == State.QUEUED, JOBS.c.due <= self._clock())
+
     def _overdue(self) -> tuple[ColumnElement[bool], ...]:
         return (JOBS.c.state == State.SOLVING, JOBS.c.leased_until < self._clock())
 
     def _lose(self, database: Connection, row: Row[Any]) -> None:
-        """Queue a job again whose worker is lost, or end it."""
-        if row.asked is None and row.attempts < MOST_ATTEMPTS:
-            database.execute(
-                update(JOBS)
-                .where(JOBS.c.id == row.id)
-                .values(state=State.QUEUED, worker=None, leased_until=None)
-            )
-            self._tell(database, row.id, State.QUEUED, {"reason": "its worker was lost"})
-            return
-        by = StoppedBy.USER if row.asked is not None else StoppedBy.LOST
+        """Queue a job again whose server is lost, after a pause, or end it.
+
+        The loss is not counted as an attempt: the server may have been lost over another job.
+        """
+        losses, why = row.losses + 1, "its worker was lost"
+        if row.asked is not None:
+            self._end_with_best(database, row, StoppedBy.USER, why)
+        elif losses > len(LOSS_PAUSES):
+            self._end_with_best(database, row, StoppedBy.LOST, f"{why}, for the {losses}. time")
+        else:
+            due = self._clock() + LOSS_PAUSES[losses - 1]
+            counts = {"losses": losses, "attempts": row.attempts - 1, "due": due}
+            self._queue_again(database, row, why, **counts)
+
+    def _queue_again(
+        self, database: Connection, row: Row[Any], reason: str, **values: float
+    ) -> None:
+        values |= {"state": State.QUEUED, "worker": None, "leased_until": None}
+        database.execute(update(JOBS).where(JOBS.c.id == row.id).values(values))
+        self._tell(database, row.id, State.QUEUED, {"reason": reason})
+
+    def _end_with_best(
+        self, database: Connection, row: Row[Any], by: StoppedBy, reason: str
+    ) -> None:
         kept = row.document is not None and row.asked != JobEnding.ABORT
         state = State.FEASIBLE if kept else State.FAILED
-        why = f"its worker was lost{'' if row.asked else f', for the {row.attempts}. time'}"
-        self._end(database, row.id, JobEnd(state, reason=why, stopped_by=by))
+        self._end(database, row.id, JobEnd(state, reason=reason, stopped_by=by))
 
     def _end(self, database: Connection, job: str, outcome: JobEnd, *held: Any) -> None:
         values = _changes(self._known(database, job)[0], outcome)

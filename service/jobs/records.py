@@ -55,10 +55,12 @@ class DeliveryRecord:
 class ServiceJob:
     """A job: what was asked, where it is, and the best of its answers so far.
 
-    ``cost`` and ``bound`` are those of the answer in its own unit, ``answer`` is its JSON object
-    and ``document`` the document that it carries (a plan). Times are seconds since 1970.
-    ``cached_from`` is the job whose answer this one has, ``cached_user`` whose job that is,
-    ``title`` names its model and cluster, and ``webhook`` is the URL that is told of its end, of
+    ``attempts`` are the times that it was begun, without those whose server was lost, which are
+    its ``losses``, or was stopped. ``cost`` and ``bound`` are those of the answer in its own unit,
+    ``answer`` is its JSON object and ``document`` the document that it carries (a plan). Times are
+    seconds since 1970. ``cached_from`` is the job whose answer this one has, ``cached_user`` whose
+    job that is, ``title`` names its model and cluster, and ``webhook`` is the URL that is told of
+    its end, of
     which ``delivery`` says whether it has been.
     """
 
@@ -75,6 +77,7 @@ class ServiceJob:
     stopped_by: StoppedBy | None
     asked: JobEnding | None
     attempts: int
+    losses: int
     cost: float | None
     bound: float | None
     answer: str | None

@@ -97,6 +97,8 @@ JOBS = sa.Table(
     sa.Column("stopped_by", sa.String(8)),
     sa.Column("asked", sa.String(8)),
     sa.Column("attempts", sa.Integer, nullable=False),
+    sa.Column("losses", sa.Integer, nullable=False, server_default=sa.text("0")),
+    sa.Column("due", sa.Float, nullable=False, server_default=sa.text("0")),
     sa.Column("cost", sa.Float),
     sa.Column("bound", sa.Float),
     sa.Column("answer", sa.Text),

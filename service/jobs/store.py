@@ -142,8 +142,8 @@ class ServiceStore:
         values: dict[str, Any] = {
             "id": uuid.uuid4().hex, "kind": kind, "user": user, "state": State.QUEUED,
             "request": request, "digest": digest, "priority": priority, "created": self.clock(),
-            "attempts": 0, "reason": "", "idempotency_key": key, "title": title[:_TITLE],
-            "webhook": webhook,
+            "attempts": 0, "losses": 0, "reason": "", "idempotency_key": key,
+            "title": title[:_TITLE], "webhook": webhook,
         }  # fmt: skip
         try:
             with self.writing() as database:
@@ -260,8 +260,8 @@ class ServiceStore:
                 sa.update(JOBS)
                 .where(JOBS.c.id == job, JOBS.c.state.in_(again))
                 .values(
-                    state=State.QUEUED, stopped_by=None, asked=None, attempts=0, started=None,
-                    finished=None, reason="",
+                    state=State.QUEUED, stopped_by=None, asked=None, attempts=0, losses=0, due=0.0,
+                    started=None, finished=None, reason="",
                 )
             ).rowcount  # fmt: skip
             if not changed:

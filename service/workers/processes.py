@@ -61,6 +61,8 @@ def solve(connection: Connection, kind: str, request: str) -> None:
     so is this process.
     """
     os.setsid()  # a group of its own, so that it is killed with its children
+    with contextlib.suppress(OSError):  # where memory is short the job is killed, not its server
+        Path("/proc/self/oom_score_adj").write_text("500")
     stop = threading.Event()
     threading.Thread(target=_listen, args=(connection, stop), daemon=True).start()
     try:
@@ -148,12 +150,13 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 class Look:
     """What is seen of a process: what it tells next, if anything, and its resident memory.
 
-    ``exit_code`` is None while it runs.
+    ``exit_code`` is None while it runs; ``out_of_memory``: the kernel has killed it for that.
     """
 
     told: Better | JobEnd | None
     exit_code: int | None
     resident_bytes: float
+    out_of_memory: bool = False
 
 
 class MachineLostError(Exception):
@@ -195,6 +198,7 @@ class LocalProcess:
         self._process: SpawnProcess = context.Process(
             target=solve, args=(other, kind, request), daemon=False
         )
+        self._kills = _kills_for_memory()
         self._process.start()
         other.close()
 
@@ -202,7 +206,8 @@ class LocalProcess:
         """See :meth:`JobProcess.look`."""
         exit_code = self._process.exitcode  # asked first, so that no last word is missed
         told = _received(self._connection, seconds)
-        return Look(told, exit_code, _resident_bytes(self._process.pid))
+        out_of_memory = exit_code == -signal.SIGKILL and _kills_for_memory() > self._kills
+        return Look(told, exit_code, _resident_bytes(self._process.pid), out_of_memory)
 
     def stop(self) -> None:
         """See :meth:`JobProcess.stop`."""
@@ -244,6 +249,15 @@ def _resident_bytes(pid: int | str | None) -> float:
     except OSError:
         return 0.0
     return pages * _PAGE_BYTES + sum(_resident_bytes(child) for its in started for child in its)
+
+
+def _kills_for_memory() -> int:
+    """How many processes the kernel of this machine has killed for lack of memory; 0 if unknown."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
 
 
 KILL_SECONDS = 10.0  # how long an actor may take to end its process

@@ -1,6 +1,7 @@
 """A worker: claims jobs of the store and answers each in a process with limits."""
 
 import contextlib
+import math
 import os
 import socket
 import threading
@@ -10,10 +11,16 @@ from dataclasses import dataclass, field, replace
 
 from sqlalchemy.exc import DataError, SQLAlchemyError
 
-from stagewright.service.jobs.queue import JobLeaseLostError, Queue
+from stagewright.service.jobs.queue import MOST_ATTEMPTS, JobLeaseLostError, Queue
 from stagewright.service.jobs.records import JobEnd, JobEnding, ServiceJob, State, StoppedBy
 from stagewright.service.jobs.store import ServiceStore
-from stagewright.service.workers.processes import Better, LocalProcess, MachineLostError, Start
+from stagewright.service.workers.processes import (
+    Better,
+    LocalProcess,
+    Look,
+    MachineLostError,
+    Start,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,7 @@ class Worker:
         default_factory=lambda: f"{socket.gethostname()[:20]}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     )
     stopping: threading.Event = field(default_factory=threading.Event)
+    drained_at: float = math.inf  # on the clock of `time.monotonic`
     queue: Queue = field(init=False)
     _woken: threading.Event = field(init=False, default_factory=threading.Event)
 
@@ -59,8 +67,13 @@ class Worker:
         with self.store.signals.subscribed(self._woken.set, name=State.QUEUED):
             self._work()
 
-    def stop(self) -> None:
-        """End `run` as soon as the job that is being answered has ended, which is asked to."""
+    def stop(self, drain_seconds: float = 0.0) -> None:
+        """End `run`: no job is begun, and one that has not ended in so long is queued again.
+
+        It keeps its best answer, and the attempt is not counted. Called again, it may only end
+        sooner.
+        """
+        self.drained_at = min(self.drained_at, time.monotonic() + drain_seconds)
         self.stopping.set()
         self._woken.set()
 
@@ -106,7 +119,7 @@ class _JobRun:
         self.renewed = now
         self.kill_at: float | None = None
         self.stopped_by: StoppedBy | None = None
-        self.aborted = False
+        self.aborted, self.most_bytes = False, 0.0
         self.asked = threading.Event()
         self.asked.set()  # perhaps between its claim and now
 
@@ -120,9 +133,13 @@ class _JobRun:
             if seen.told is not None:
                 self._write(seen.told)
             elif seen.exit_code is not None:
-                self._finish(self._without_outcome(seen.exit_code))
+                self._end_without_outcome(seen)
                 return
             self._watch(seen.resident_bytes)
+            if self.kill_at is None and time.monotonic() > self.worker.drained_at:
+                self.process.kill()
+                self._give_back("its server was stopped", counted=False)
+                return
 
     def _write(self, better: Better) -> None:
         with contextlib.suppress(SQLAlchemyError):  # the next one may be stored
@@ -134,14 +151,13 @@ class _JobRun:
     def _watch(self, resident_bytes: float) -> None:
         """Renew the lease of the job, and end its process on the user's wish or over a limit."""
         now, limits = time.monotonic(), self.worker.limits
+        self.most_bytes = max(self.most_bytes, resident_bytes)
         if self.asked.is_set() or now - self.renewed > self.worker.lease_seconds / 4:
             self.asked.clear()
             with contextlib.suppress(SQLAlchemyError):  # asked again at the next look
                 self._hear(self.worker.queue.renew(
                     self.job.id, self.worker.name, self.worker.lease_seconds))  # fmt: skip
                 self.renewed = now
-        if self.worker.stopping.is_set() and self.kill_at is None:
-            self._ask_to_stop(StoppedBy.LOST)
         if now > self.ends and self.kill_at is None:
             self._ask_to_stop(StoppedBy.TIME)
         if resident_bytes > limits.memory_bytes:
@@ -172,7 +188,8 @@ class _JobRun:
             except (DataError, ValueError):  # it will never take this: no text of a database
                 outcome = JobEnd(State.FAILED, reason="its answer cannot be stored")
             except SQLAlchemyError:
-                if self.worker.stopping.wait(self.worker.poll_seconds):
+                time.sleep(self.worker.poll_seconds)
+                if time.monotonic() > self.worker.drained_at:
                     return  # the lease runs out, and the best plan so far stays
 
     def _told(self, outcome: JobEnd) -> JobEnd:
@@ -188,14 +205,27 @@ class _JobRun:
         kept = self.worker.store.get(self.job.id)
         return kept is not None and kept.document is not None
 
-    def _without_outcome(self, exit_code: int) -> JobEnd:
-        """How a job ends whose process ended without an answer."""
-        by = self.stopped_by or StoppedBy.LOST
+    def _end_without_outcome(self, seen: Look) -> None:
+        """End a job whose process ended without an answer, or try it again."""
+        if seen.out_of_memory and self.stopped_by is None:
+            self.stopped_by = StoppedBy.MEMORY
+        limit, held = self.worker.limits.memory_bytes, self.most_bytes
         reasons = {
             StoppedBy.USER: "ended by the user",
             StoppedBy.TIME: "ended at its time limit",
-            StoppedBy.MEMORY: f"its process took more than {self.worker.limits.memory_bytes:.3g} "
-            "bytes of memory",
-            StoppedBy.LOST: f"its process ended with exit code {exit_code}",
+            StoppedBy.MEMORY: f"its process took more than {limit:.3g} bytes of memory"
+            if held > limit
+            else f"its process was killed for lack of memory on its machine: it held {held:.3g} "
+            f"bytes when last seen, and may have {limit:.3g} (serve --memory-limit)",
+            StoppedBy.LOST: f"its process ended with exit code {seen.exit_code}",
         }
-        return JobEnd(State.FAILED, reason=reasons[by], stopped_by=by)
+        by = self.stopped_by or StoppedBy.LOST
+        if by is StoppedBy.LOST and self.job.attempts < MOST_ATTEMPTS:
+            self._give_back(reasons[by], counted=True)
+        else:
+            self._finish(JobEnd(State.FAILED, reason=reasons[by], stopped_by=by))
+
+    def _give_back(self, reason: str, *, counted: bool) -> None:
+        """Queue the job again; where the store does not answer, its lease runs out."""
+        with contextlib.suppress(SQLAlchemyError):
+            self.worker.queue.give_back(self.job.id, self.worker.name, reason, counted=counted)

@@ -13,7 +13,12 @@ from stagewright.cli.options import OnRay, Printed, Served, Written
 from stagewright.cli.outputs import Writes
 from stagewright.cli.solving import serving
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import format_seconds, is_finite, parse_bytes
+from stagewright.graphs.documents.units import (
+    format_seconds,
+    is_finite,
+    parse_bytes,
+    parse_duration,
+)
 from stagewright.service.options import Option
 
 if TYPE_CHECKING:
@@ -56,6 +61,8 @@ class ServeOptions(Stored, OnRay):
     STAGEWRIGHT_WEBHOOK_SECRET signs what is told."""
     keep_days: Annotated[float | None, Option(form="N")] = None
     """Delete jobs so many days after their ends; default: never."""
+    drain: Annotated[str, Option(form="SECONDS")] = "25s"
+    """How long running jobs may go on at SIGTERM, before they are queued again."""
 
 
 def serve(given: ServeOptions) -> int:
@@ -67,6 +74,7 @@ def serve(given: ServeOptions) -> int:
     limit = parse_bytes(given.memory_limit, "--memory-limit")
     if limit < _LEAST_MEMORY:
         raise InputError(f"--memory-limit must be at least 100MB, got {given.memory_limit}")
+    drain = parse_duration(given.drain, "--drain")
     for name, value, unit in (
         ("rate", given.rate, "requests a second"),
         ("keep-days", given.keep_days, "days"),
@@ -88,7 +96,7 @@ def serve(given: ServeOptions) -> int:
     with opened(_store_url(given.store)) as jobs, _processes(given) as start:
         server = Server(
             jobs, given.host, given.port, given.workers, limit, given.rate, webhooks, start,
-            given.keep_days,
+            given.keep_days, drain,
         )  # fmt: skip
         server.require_safe()
         server.run(lambda url: say(f"serving at {url}"))

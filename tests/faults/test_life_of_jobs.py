@@ -358,13 +358,14 @@ class Life(RuleBasedStateMachine):
 
     # --- Workers ---
 
-    @precondition(lambda self: self.oracle.next())
+    @precondition(lambda self: self.oracle.next(self.clock.now))
     @rule()
     def claim(self) -> None:
         self.expire()
         self.workers += 1
         worker = f"w{self.workers}"
-        claimed, expected = self.queue.claim(worker, LEASE), self.oracle.next()
+        expected = self.oracle.next(self.clock.now)
+        claimed = self.queue.claim(worker, LEASE)
         assert (claimed and claimed.id) == (expected and expected.id)
         if expected is not None:
             self.oracle.claim(expected, worker, self.clock.now)
@@ -423,6 +424,16 @@ class Life(RuleBasedStateMachine):
         elif state == "infeasible":
             job.answer = answer
         self.oracle.end(job, state, by, self.clock.now)
+        self.require_alike(job)
+
+    @precondition(lambda self: self.running(0))
+    @rule(number=numbers)
+    def give_back(self, number: int) -> None:
+        job = self.running(number)
+        assert job is not None
+        assert job.worker is not None
+        self.queue.give_back(job.id, job.worker, "its server was stopped", counted=False)
+        self.oracle.give_back(job, self.clock.now)
         self.require_alike(job)
 
     @precondition(lambda self: self.running(0))

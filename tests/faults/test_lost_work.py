@@ -19,7 +19,7 @@ pytest.importorskip("sqlalchemy")
 
 from sqlalchemy.exc import OperationalError
 
-from stagewright.service.jobs.queue import MOST_ATTEMPTS, JobLeaseLostError, Queue
+from stagewright.service.jobs.queue import LOSS_PAUSES, JobLeaseLostError, Queue
 from stagewright.service.jobs.records import JobEnd, JobEnding, ServiceJob, State, StoppedBy
 from stagewright.service.jobs.store import ServiceStore
 from stagewright.service.workers import processes
@@ -179,12 +179,13 @@ def test_a_clock_set_back_disturbs_no_live_worker_and_delays_a_lost_job(
 
 def test_jumps_to_and_fro_end_every_job(store: ServiceStore, queue: Queue, clock: Clock) -> None:
     jobs = [store.submit("ann", "plan", str(i))[0] for i in range(6)]
-    for jump in (HOUR, -HOUR, 24 * HOUR, -24 * HOUR, 0.0) * (MOST_ATTEMPTS + 1):
+    for jump in (HOUR, -HOUR, 24 * HOUR, -24 * HOUR, 0.0) * (len(LOSS_PAUSES) + 1):
         queue.expire()
         queue.claim(f"lost at {clock.now}", LEASE)
         clock.now += jump
     clock.now += 25 * HOUR
     queue.expire()
+    clock.now += max(LOSS_PAUSES)
     while (job := queue.claim("w", LEASE)) is not None:
         queue.finish(job.id, "w", JobEnd(State.OPTIMAL, answer="{}"))
     assert all(found(store, one).has_ended for one in jobs)
@@ -203,7 +204,7 @@ def working(worker: Worker) -> Iterator[None]:
     try:
         yield
     finally:
-        worker.stopping.set()
+        worker.stop()
         thread.join(60.0)
         assert not thread.is_alive()
 

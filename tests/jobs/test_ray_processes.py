@@ -85,7 +85,7 @@ def test_a_lost_machine_leaves_the_job_to_the_lease(store: ServiceStore) -> None
     thread = threading.Thread(target=worker.run)
     thread.start()
     found = awaited(store, job.id, State.FAILED)
-    worker.stopping.set()
+    worker.stop()
     thread.join(PATIENCE)
     assert [one.name for one in store.events(job.id)] == [
         "queued", "solving", "queued", "solving", "failed",
@@ -125,7 +125,7 @@ def test_jobs_are_solved_on_a_cluster(store: ServiceStore, cluster: Any) -> None
             _lose(store, cluster, node)
             _exceed(store, worker)
         finally:
-            worker.stopping.set()
+            worker.stop()
             thread.join(PATIENCE)
     assert not thread.is_alive()
 

@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.jobs.kinds import parse_request, title_of
-from stagewright.service.jobs.queue import MOST_ATTEMPTS, JobLeaseLostError, Queue
+from stagewright.service.jobs.queue import LOSS_PAUSES, JobLeaseLostError, Queue
 from stagewright.service.jobs.records import JobEnd, JobEnding, State, StoppedBy
 from stagewright.service.jobs.store import ConflictError, ServiceStore
 from stagewright.service.jobs.upkeep import DAY, retention
@@ -158,7 +158,7 @@ def test_only_the_holder_of_a_lease_writes(store: ServiceStore, queue: Queue, cl
     ):
         with pytest.raises(JobLeaseLostError):
             write()
-    assert queue.claim("v", LEASE).attempts == 2
+    assert queue.claim("v", LEASE).attempts == 1
     with pytest.raises(JobLeaseLostError):
         queue.finish(job.id, "w", DONE)
     queue.finish(job.id, "v", DONE)
@@ -171,17 +171,42 @@ def test_a_job_whose_workers_are_lost_ends_with_its_best(
     store: ServiceStore, queue: Queue, clock: Clock, found: bool
 ) -> None:
     job, _ = store.submit("ann", "plan", "{}")
-    for attempt in range(MOST_ATTEMPTS):
-        assert queue.claim("w", LEASE).attempts == attempt + 1
+    pauses = []
+    for _ in range(10):
+        waits = clock.now
+        while (claimed := queue.claim("w", LEASE)) is None:
+            clock.now += 1
+        pauses.append(clock.now - waits)
+        assert claimed.attempts == 1  # a lost server is not the job's fault
         if found:
             queue.improve(job.id, "w", 3.0, 1.0, "better")
         clock.now += LEASE + 1
         queue.expire()
+    assert pauses == [0.0, *LOSS_PAUSES]
     ended = store.get(job.id)
     assert ended.state is (State.FEASIBLE if found else State.FAILED)
     assert ended.stopped_by is StoppedBy.LOST
     assert ended.document == ("better" if found else None)
     assert store.retry(job.id).state is State.QUEUED
+
+
+def test_a_job_that_is_given_back_waits_no_longer_than_others(
+    store: ServiceStore, queue: Queue, clock: Clock
+) -> None:
+    job, _ = store.submit("ann", "plan", "{}")
+    for attempts, counted in ((1, False), (1, True), (2, False)):
+        assert queue.claim("w", LEASE).attempts == attempts
+        queue.improve(job.id, "w", 3.0, 1.0, "good plan")
+        queue.give_back(job.id, "w", "why", counted=counted)
+        with pytest.raises(JobLeaseLostError):
+            queue.give_back(job.id, "w", "why", counted=False)
+    kept = store.get(job.id)
+    assert (kept.state, kept.document, kept.cost) == (State.QUEUED, "good plan", 3.0)
+    assert store.events(job.id)[-1].data == '{"reason": "why"}'
+    queue.claim("w", LEASE)
+    store.ask(job.id, JobEnding.STOP)
+    queue.give_back(job.id, "w", "why", counted=False)
+    assert store.get(job.id).state is State.FEASIBLE
 
 
 def test_jobs_are_stopped_wherever_they_are(

@@ -21,9 +21,10 @@ from sqlalchemy.exc import OperationalError
 
 from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
 from stagewright.graphs.documents import documents
-from stagewright.service.jobs.queue import Queue
+from stagewright.service.jobs.queue import MOST_ATTEMPTS, Queue
 from stagewright.service.jobs.records import JobEnding, ServiceJob, State, StoppedBy
 from stagewright.service.jobs.store import ServiceStore
+from stagewright.service.workers import processes
 from stagewright.service.workers.processes import _resident_bytes
 from stagewright.service.workers.worker import JobLimits, Worker
 
@@ -116,12 +117,60 @@ def test_a_killed_process_leaves_its_best_plan(store: ServiceStore, children: Ch
     job, _ = store.submit("ann", "plan", long_request())
     with working(store):
         begun(store, job.id)
-        for process in children():
-            process.kill()
+        for attempt in range(1, MOST_ATTEMPTS + 1):
+            tried = awaited(store, job.id, lambda one, now=attempt: one.attempts == now)
+            assert tried.document is not None
+            awaited(store, job.id, lambda _: bool(children()))
+            for process in children():
+                process.kill()
         found = ended(store, job.id)
     assert (found.state, found.stopped_by) == (State.FEASIBLE, StoppedBy.LOST)
     assert found.document is not None
     assert "exit code -9" in found.reason
+    assert children() == set()
+
+
+def test_a_stopped_worker_gives_its_job_back(store: ServiceStore, children: Children) -> None:
+    """The next one finds the best plan so far; neither counts as an attempt."""
+    job, _ = store.submit("ann", "plan", long_request())
+    for _ in range(2):
+        with working(store) as worker:
+            begun(store, job.id)
+            awaited(store, job.id, lambda one: one.state is State.SOLVING)
+            worker.stop(0.2)
+        found = store.get(job.id)
+        assert found is not None
+        assert (found.state, found.attempts) == (State.QUEUED, 0)
+        assert found.document is not None
+        assert children() == set()
+
+
+def test_a_worker_that_drains_ends_its_job_and_begins_no_other(store: ServiceStore) -> None:
+    shop, _ = store.submit("ann", "jobshop", TWO_JOBS)
+    with working(store) as worker:
+        awaited(store, shop.id, lambda one: one.state is State.SOLVING)
+        later, _ = store.submit("ann", "plan", plan_request())
+        worker.stop(PATIENCE)
+        assert ended(store, shop.id).state is State.OPTIMAL
+    waiting = store.get(later.id)
+    assert waiting is not None
+    assert waiting.state is State.QUEUED
+
+
+def test_a_job_that_the_kernel_kills_for_memory_says_so(
+    store: ServiceStore, children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills = iter([0, *[1] * 1000])
+    monkeypatch.setattr(processes, "_kills_for_memory", lambda: next(kills))
+    job, _ = store.submit("ann", "plan", long_request())
+    with working(store, JobLimits(memory_bytes=3e9)):
+        awaited(store, job.id, lambda _: bool(children()))
+        for process in children():
+            process.kill()
+        found = ended(store, job.id)
+    assert (found.state, found.stopped_by, found.attempts) == (State.FAILED, StoppedBy.MEMORY, 1)
+    assert "killed for lack of memory" in found.reason
+    assert "may have 3e+09 (serve --memory-limit)" in found.reason
 
 
 @pytest.mark.slow
@@ -179,7 +228,7 @@ def test_a_killed_worker_leaves_no_process_and_another_takes_its_job(
         assert time.monotonic() < ends
         time.sleep(0.1)
     with working(store):
-        again = awaited(store, job.id, lambda one: one.attempts == 2)
+        again = awaited(store, job.id, lambda one: one.losses == 1 and one.state is State.SOLVING)
         assert again.document is not None  # the best plan of the first worker
         store.ask(job.id, JobEnding.STOP)
         assert ended(store, job.id).state is State.FEASIBLE

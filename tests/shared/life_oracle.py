@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 LEASE = 15.0  # seconds of silence after which a job is queued again
-MOST_LOSSES = 2  # how often it is queued again
+# Seconds until a job is begun again when its server was lost once, twice, ...; then it ends.
+LOSSES = (0.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 600.0)
 PAUSES = (30.0, 120.0, 480.0, 1920.0, 7680.0, 30720.0)  # seconds between deliveries
 ENDED = ("optimal", "feasible", "infeasible", "failed")
 
@@ -32,6 +33,7 @@ class KnownJob:
     heard: float = 0.0
     asked: str | None = None
     losses: int = 0
+    due: float = 0.0
     names: list[str] = field(default_factory=lambda: ["queued"])
 
     @property
@@ -118,7 +120,8 @@ class Oracle:
             self.end_with_best(job, verb, "user", now)
 
     def retry(self, job: KnownJob) -> None:
-        job.state, job.stopped_by, job.asked, job.losses = "queued", None, None, 0
+        job.state, job.stopped_by, job.asked = "queued", None, None
+        job.losses, job.due = 0, 0.0
         job.finished = job.started = None
         job.names.append("queued")
         self.deliveries = [one for one in self.deliveries if one.job != job.id]
@@ -130,10 +133,10 @@ class Oracle:
 
     # --- What workers do ---
 
-    def next(self) -> KnownJob | None:
+    def next(self, now: float) -> KnownJob | None:
         """Of the highest priority, then of the user with the fewest running, then the oldest."""
         running = [one.user for one in self.jobs.values() if one.state == "solving"]
-        queued = [one for one in self.jobs.values() if one.state == "queued"]
+        queued = [one for one in self.jobs.values() if one.state == "queued" and one.due <= now]
         return min(queued, key=lambda one: (-one.priority, running.count(one.user)), default=None)
 
     def claim(self, job: KnownJob, worker: str, now: float) -> None:
@@ -161,12 +164,23 @@ class Oracle:
             job.losses += 1
             if job.asked is not None:
                 self.end_with_best(job, job.asked, "user", now)
-            elif job.losses > MOST_LOSSES:
+            elif job.losses > len(LOSSES):
                 self.end_with_best(job, "stop", "lost", now)
             else:
-                job.state, job.worker = "queued", None
-                job.names.append("queued")
+                self.queue_again(job)
+                job.due = now + LOSSES[job.losses - 1]
         return lost
+
+    def give_back(self, job: KnownJob, now: float) -> None:
+        """The server is stopped in good order."""
+        if job.asked is not None:
+            self.end_with_best(job, job.asked, "user", now)
+        else:
+            self.queue_again(job)
+
+    def queue_again(self, job: KnownJob) -> None:
+        job.state, job.worker = "queued", None
+        job.names.append("queued")
 
     # --- Ends ---
 
