@@ -8,6 +8,7 @@ import re
 
 from fastapi import Request
 from starlette.datastructures import MutableHeaders
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stagewright.service.http import downloads, jobs, pages, submitting, uploads
@@ -17,6 +18,7 @@ from stagewright.service.http.problems import add_handlers, problem
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _LOCAL = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE | re.ASCII)
+_COMPRESSED = 2000  # bytes of an answer, and more
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -34,6 +36,7 @@ def create_app(service: Service) -> Application:
     )  # fmt: skip
     app.state.service = service
     add_handlers(app)
+    app.add_middleware(GZipMiddleware, minimum_size=_COMPRESSED)
     app.add_middleware(_Secured)
     for module in (submitting, jobs, downloads, uploads):
         app.include_router(module.router)
@@ -63,6 +66,8 @@ class _Secured:
             return
         refusal = _refusal(Request(scope))
         answer = self._app if refusal is None else problem(403, refusal)
+        if scope["method"] == "HEAD" and not scope["path"].endswith("/events"):
+            scope = {**scope, "method": "GET"}  # the server sends no body
         await answer(scope, receive, send_closed)
 
 

@@ -1,6 +1,7 @@
 """Who calls a route, what the caller may do, and which jobs are the caller's."""
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -26,6 +27,7 @@ class Service:
 
     ``open_to_all``: without tokens, for one machine alone. ``rate`` limits the requests of each
     user, and those without a valid token of each address. ``webhooks`` None: none are sent.
+    ``streams`` of events are read now, by user.
     """
 
     store: ServiceStore
@@ -33,6 +35,7 @@ class Service:
     open_to_all: bool = False
     rate: RequestRate | None = None
     webhooks: Webhooks | None = None
+    streams: Counter[str] = field(default_factory=Counter)
 
     def take(self, who: str) -> None:
         """Count a request; raises TooManyError if there are too many."""

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from functools import partial
@@ -110,11 +111,31 @@ def read_history(
 
 @router.get("/{job}/events", response_class=Events, responses=_EVENT)
 async def stream_events(
-    request: Request, job: Readable, service: Serving, last_event_id: Annotated[str, Header()] = ""
+    request: Request,
+    job: Readable,
+    caller: Reader,
+    service: Serving,
+    last_event_id: Annotated[str, Header()] = "",
 ) -> EventSourceResponse:
     """The history as server-sent events; ``Last-Event-ID`` replays what came after."""
+    service.limits.require_watchable(service.streams[caller.user])
     after = int(last_event_id) if _NUMBER.fullmatch(last_event_id) else 0
-    return EventSourceResponse(_stream(service.store, job.id, after, request))
+    told = _stream(service.store, job.id, after, request)
+    return EventSourceResponse(_counted(told, service.streams, caller.user))
+
+
+async def _counted(
+    told: AsyncIterator[ServerSentEvent], streams: Counter[str], user: str
+) -> AsyncIterator[ServerSentEvent]:
+    """A stream that is counted while it is read."""
+    streams[user] += 1
+    try:
+        async for one in told:
+            yield one
+    finally:
+        streams[user] -= 1
+        if not streams[user]:
+            del streams[user]
 
 
 async def _stream(

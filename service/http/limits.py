@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from pydantic_core import from_json
 from starlette.requests import Request as HttpRequest
 
 from stagewright.graphs.documents.errors import InputError
@@ -90,21 +91,26 @@ class TooManyError(Exception):
 class RequestLimits:
     """The limits on requests of a service.
 
-    ``body_bytes`` of a request, ``body_seconds`` for it to arrive and ``depth`` of brackets in it,
-    ``seconds`` and ``threads`` of a search (and processes of a sweep), ``devices`` and ``layers``
-    of a problem, ``queued`` jobs of a user (None: any number), and documents that a user has
-    uploaded. ``ray``: sweeps may use the Ray cluster on which jobs are solved.
+    ``body_bytes`` of a request, ``body_seconds`` for it to arrive, ``depth`` of brackets in it, its
+    ``parts`` (lists and objects) and ``values``, ``seconds`` and ``threads`` of a search (and
+    processes of a sweep), ``devices``, ``layers`` and ``operations`` of a problem, ``queued`` jobs
+    of a user and ``streams`` of events that are read at a time (None: any number), and documents
+    that a user has uploaded. ``ray``: sweeps may use the Ray cluster on which jobs are solved.
     """
 
     body_bytes: int = 16_000_000
     body_seconds: float = 60.0
     depth: int = 32
+    parts: int = 300_000
+    values: int = 1_000_000
     seconds: float = 3600.0
     threads: int = 4
     devices: int = 4096
     layers: int = 2000
+    operations: int = 10_000
     queued: int | None = None
     uploads: int = 100
+    streams: int | None = None
     ray: bool = False
 
     async def body(self, request: HttpRequest) -> bytes:
@@ -122,13 +128,33 @@ class RequestLimits:
             raise TooSlowError(told) from None
         return b"".join(parts)
 
-    def require_shallow(self, text: bytes) -> None:
-        """Refuse a body whose brackets are nested too deeply."""
-        brackets = _TEXTS.sub(b"", text).translate(None, _NO_BRACKETS)
+    def require_small(self, text: bytes) -> None:
+        """Refuse a body of too many values, or nested too deeply, before anything is made of it."""
+        _require_few("texts", text.count(b'"') // 2, self.values)
+        bare = _TEXTS.sub(b"", text)
+        brackets = bare.translate(None, _NO_BRACKETS)
+        _require_few("lists and objects", brackets.count(b"[") + brackets.count(b"{"), self.parts)
+        _require_few("values", bare.count(b","), self.values)
         steps = _STEPS[np.frombuffer(brackets, np.uint8)]
         depth = int(steps.cumsum(dtype=np.int32).max(initial=0))
         if depth > self.depth:
             raise InputError(f"the body has {depth} brackets inside each other, over {self.depth}")
+
+    def require_counted(self, text: bytes) -> None:
+        """Refuse a problem of too many layers or operations, before its objects are made."""
+        try:
+            body = from_json(text)
+        except ValueError:
+            return  # what is wrong with it is said where it is parsed
+        given = body if isinstance(body, dict) else {}
+        chain, jobs = given.get("chain"), given.get("jobs")
+        layers = chain.get("layers") if isinstance(chain, dict) else None
+        if isinstance(layers, list) and len(layers) > self.layers:
+            raise InputError(f"chain: at most {self.layers} layers here, got {len(layers)}")
+        if isinstance(jobs, list):
+            count = sum(len(one) for one in jobs if isinstance(one, list))
+            if count > self.operations:
+                raise InputError(f"jobs: at most {self.operations} operations here, got {count}")
 
     def require_room(self, queued: Callable[[], int]) -> None:
         """Refuse another job of a user who has too many in the queue."""
@@ -138,6 +164,11 @@ class RequestLimits:
                 "some",
                 _WAIT_SECONDS,
             )
+
+    def require_watchable(self, streams: int) -> None:
+        """Refuse another stream of events of a user who reads too many on this server."""
+        if self.streams is not None and streams >= self.streams:
+            raise TooManyError(f"you read {streams} streams of events at a time", _WAIT_SECONDS)
 
     def require_modest(self, request: Request) -> None:
         """Refuse a request that would take too long, or would use other machines."""
@@ -150,9 +181,9 @@ class RequestLimits:
         for name, most in numbers:
             if given.get(name) is not None and given[name] > most:
                 raise InputError(f"{name}: at most {most:g} here, got {given[name]:g}")
-        for name, most in (("cluster", self.devices), ("chain", self.layers)):
-            if given.get(name) is not None and len(given[name]) > most:
-                raise InputError(f"{name}: at most {most} parts here, got {len(given[name])}")
+        cluster = given.get("cluster")
+        if cluster is not None and len(cluster) > self.devices:
+            raise InputError(f"cluster: at most {self.devices} devices here, got {len(cluster)}")
         of = given.get("tuning") or request
         architecture = getattr(getattr(of, "problem", None), "architecture", None)
         if architecture is not None:
@@ -168,3 +199,8 @@ class RequestLimits:
             raise InputError(
                 f"config: at most {self.layers} layers here, got {architecture.layers}"
             )
+
+
+def _require_few(what: str, count: int, most: int) -> None:
+    if count > most:
+        raise InputError(f"the body has {count} {what}, over {most}")

@@ -11,6 +11,7 @@ import uvicorn
 
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.http.app import LOOPBACK, create_app
+from stagewright.service.http.connections import BACKLOG, connections
 from stagewright.service.http.guard import Service
 from stagewright.service.http.limits import RequestLimits, RequestRate
 from stagewright.service.http.tokens import Tokens
@@ -24,6 +25,7 @@ _PER_SECOND = 50.0  # requests of each user
 _BURST_SECONDS = 10.0  # how long a user may have asked for nothing, to ask for all of it at once
 _DELIVERERS = 4  # deliveries of webhooks at a time
 _MOST_QUEUED = 1000  # jobs of each user
+_MOST_STREAMS = 200  # of events that each user reads
 
 
 @dataclass
@@ -73,8 +75,9 @@ class Server:
             thread.start()
         on_start(f"http://{self.host}:{listening.getsockname()[1]}")
         config = uvicorn.Config(
-            app, log_level="warning", ws="none", server_header=False, timeout_graceful_shutdown=5
-        )
+            app, http=connections(), backlog=BACKLOG, log_level="warning", ws="none",
+            server_header=False, timeout_graceful_shutdown=5,
+        )  # fmt: skip
         # uvicorn raises the signal that ended it once more, when it has shut down.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
@@ -110,7 +113,9 @@ class Server:
         return Service(
             self.store,
             RequestLimits(
-                queued=None if free else _MOST_QUEUED, ray=self.start is not LocalProcess
+                queued=None if free else _MOST_QUEUED,
+                streams=None if free else _MOST_STREAMS,
+                ray=self.start is not LocalProcess,
             ),
             open_to_all=free,
             webhooks=self.webhooks,
@@ -120,7 +125,7 @@ class Server:
     def _bound(self) -> socket.socket:
         """A socket that listens at the address."""
         try:
-            return socket.create_server((self.host, self.port), backlog=1024)
+            return socket.create_server((self.host, self.port), backlog=BACKLOG)
         except OSError as error:
             raise InputError(
                 f"--host {self.host} --port {self.port}: {error.strerror or error}"

@@ -73,7 +73,7 @@ async def describe_config(request: Request, caller: Submitter, service: Serving)
 
 
 def _described(service: Service, text: bytes) -> ConfigView:
-    service.limits.require_shallow(text)
+    service.limits.require_small(text)
     found = parse_hf_config(text.decode(errors="replace"), "config")
     service.limits.require_layers(found)
     return ConfigView(model_type=found.name, layers=found.layers, parameters=said_parameters(found))
@@ -131,8 +131,9 @@ def _validated(
     service: Service, kind: str, text: bytes, caller: Caller
 ) -> tuple[JobRequest, bytes]:
     """A parsed request, and its text with uploaded documents in place of their names."""
-    service.limits.require_shallow(text)
+    service.limits.require_small(text)
     whole = resolved(service, caller.user, text)
+    service.limits.require_counted(whole)
     asked = parse_request(kind, whole)
     service.limits.require_modest(asked)
     KINDS[kind].require_answerable(asked)

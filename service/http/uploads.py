@@ -86,7 +86,7 @@ class SentDocument:
         return await run_in_threadpool(self._keep, kind, document)
 
     def _keep(self, kind: Kind, made: Callable[[], bytes]) -> UploadView:
-        self.service.limits.require_shallow(self.text)
+        self.service.limits.require_small(self.text)
         document = made()
         own = _name_of(kind, document)
         shown = own if self.name is None else self.name

@@ -3,9 +3,11 @@
 Each change of a table is a revision in ``migrations/``.
 """
 
+import base64
 import json
 import sqlite3
 import threading
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,6 +79,29 @@ def _revision(database: sa.Connection) -> str | None:
     return MigrationContext.configure(database).get_current_revision()
 
 
+_PACKED = "zlib:"  # no JSON text begins so
+_SHORT = 4096  # characters that are stored as they are
+
+
+class _Packed(sa.types.TypeDecorator[str]):
+    """A JSON text; a long one is compressed."""
+
+    impl = sa.Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> str | None:
+        """The text as it is stored."""
+        if value is None or len(value) <= _SHORT:
+            return value
+        return _PACKED + base64.b85encode(zlib.compress(value.encode(), 1)).decode()
+
+    def process_result_value(self, value: str | None, dialect: sa.Dialect) -> str | None:
+        """The stored text."""
+        if value is None or not value.startswith(_PACKED):
+            return value
+        return zlib.decompress(base64.b85decode(value[len(_PACKED) :])).decode()
+
+
 TABLES = sa.MetaData()
 # SQLite counts up only what it calls an integer; AUTOINCREMENT never uses a number again.
 _NUMBER = sa.BigInteger().with_variant(sa.Integer, "sqlite")
@@ -88,7 +113,7 @@ JOBS = sa.Table(
     sa.Column("kind", sa.String(40), nullable=False),
     sa.Column("user", sa.String(200), nullable=False),
     sa.Column("state", sa.String(12), nullable=False),
-    sa.Column("request", sa.Text, nullable=False),
+    sa.Column("request", _Packed, nullable=False),
     sa.Column("digest", sa.String(64), nullable=False),
     sa.Column("priority", sa.Integer, nullable=False),
     sa.Column("created", sa.Float, nullable=False),
@@ -101,8 +126,8 @@ JOBS = sa.Table(
     sa.Column("due", sa.Float, nullable=False, server_default=sa.text("0")),
     sa.Column("cost", sa.Float),
     sa.Column("bound", sa.Float),
-    sa.Column("answer", sa.Text),
-    sa.Column("document", sa.Text),
+    sa.Column("answer", _Packed),
+    sa.Column("document", _Packed),
     sa.Column("reason", sa.Text, nullable=False),
     sa.Column("cached_from", sa.String(32)),
     sa.Column("idempotency_key", sa.String(200)),
@@ -144,7 +169,7 @@ UPLOADS = sa.Table(
     sa.Column("user", sa.String(200), nullable=False),
     sa.Column("kind", sa.String(20), nullable=False),
     sa.Column("name", sa.String(200), nullable=False),
-    sa.Column("document", sa.Text, nullable=False),
+    sa.Column("document", _Packed, nullable=False),
     sa.Column("created", sa.Float, nullable=False),
     sa.PrimaryKeyConstraint("user", "id"),
 )

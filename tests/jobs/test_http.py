@@ -21,6 +21,7 @@ from fastapi.testclient import TestClient
 from stagewright.formulations.forms.answers import silent
 from stagewright.formulations.operators.plan import FORMAT as OPERATORS
 from stagewright.graphs.documents.documents import to_json
+from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.service.http import limits as rates
 from stagewright.service.http.app import HEADERS, create_app
@@ -342,6 +343,7 @@ OTHER = json.loads(plan_request())["cluster"]  # where a model belongs
         ("/v1/plan", "[" * 100_000, 422, "100000 brackets inside each other, over 32"),
         ("/v1/plan", '{"chain": "]]]]]", "cluster": ' + "[" * 32, 422, "33 brackets"),
         ("/v1/plan", '"' + r'\"' * 50_000, 422, "EOF"),
+        ("/v1/jobshop", f'{{"jobs":[{"[[0,1]]," * 10_000}[[0,1]]]}}', 422, "10000 operations here"),
         ("/v1/jobshop", '{"jobs": 1}', 422, "jobs"),
         ("/v1/nothing", "{}", 404, "Not Found"),
         ("/v1/plan?priority=x", plan_request(), 422, "priority"),
@@ -464,6 +466,33 @@ def test_a_store_that_does_not_answer_is_said(client: TestClient, store: Service
     response = client.post("/v1/jobshop", content=TWO_JOBS)
     assert "does not answer" in told(response, 503)
     assert response.headers["retry-after"]
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("[[],{}]", "3 lists and objects, over 2"),
+        ("[1,2,3,4,5]", "4 values, over 3"),
+        ('["a" "b" "c" "d"]', "4 texts, over 3"),
+        ('["[[[,,,,,"]', None),
+    ],
+)
+def test_a_body_of_many_parts_is_refused_unread(body: str, told: str | None) -> None:
+    limits = RequestLimits(parts=2, values=3)
+    if told is None:
+        limits.require_small(body.encode())
+    else:
+        with pytest.raises(InputError, match=told):
+            limits.require_small(body.encode())
+
+
+@pytest.mark.parametrize("kind", ["plan", "sweep"])
+def test_layers_are_counted_before_they_are_read(kind: str, store: ServiceStore) -> None:
+    app = create_app(Service(store, RequestLimits(layers=2), open_to_all=True))
+    with TestClient(app, LOCAL) as here:
+        many = json.dumps({"chain": {"layers": [None] * 3}})
+        detail = told(here.post(f"/v1/{kind}", content=many), 422)
+    assert detail == "chain: at most 2 layers here, got 3"
 
 
 def test_brackets_in_texts_are_not_depth(client: TestClient) -> None:
