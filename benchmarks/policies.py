@@ -28,6 +28,7 @@ from stagewright.graphs.importers.gavel import read_throughputs
 from stagewright.graphs.workloads.jobs import Entity, PairRate, Rate, Throughputs, Workload
 from stagewright.graphs.workloads.poisson import Arrivals
 from stagewright.graphs.workloads.pool import Accelerator, Pool, parse_pool
+from stagewright.service.clusters.allocating import on_ray
 from stagewright.solvers.clusters.partitioned import allocate_partitioned
 from stagewright.solvers.clusters.policies import AllocationResult, allocate
 
@@ -349,7 +350,7 @@ def scale_table(quick: bool) -> Table:
     building = perf_counter() - began
     parts = 4 if quick else PARTS
     for policy in ("max-min", "makespan"):
-        result = allocate_partitioned(problem, policy, parts)
+        result = allocate_partitioned(problem, policy, parts, spread=on_ray)
         name = f"every job its own rates, {parts} parts on Ray"
         rows.append(_scale_row(name, problem, building, result))
     return Table(

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import secrets
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,8 @@ from searches import SHORT, searches, usual
 # Before torch is imported. Threads of several workers would wait for each other by spinning, and
 # would make sums in another order than ranks do, which have one.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Before Ray is: clusters of tests take nobody else, as those that commands start.
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 settings.load_profile(QUICK)  # --hypothesis-profile nightly, which is read later, overrides it
 

@@ -6,6 +6,7 @@ Ray is imported only when it is used, and no other heavy package, so that ranks 
 import contextlib
 import os
 import pickle
+import secrets
 import signal
 import socket
 import sys
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 5.0
 KILL_SECONDS = 10.0  # how long a killed process may take to end
 ADDRESS = "RAY_ADDRESS"  # Ray's own name for the cluster of a process
+_MODE, _TOKENS = "RAY_AUTH_MODE", ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # Ray's own, too
 LOG = "output.log"  # output of a job's processes, in the job's folder
 
 
@@ -36,6 +38,9 @@ def connected(counts: Mapping[str, int], address: str | None) -> Iterator[Any]:
     os.environ.setdefault(
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
     )  # suppresses a deprecation warning
+    address = address or os.environ.get(ADDRESS)
+    if address is None:
+        _guard()
     try:
         import ray
     except ImportError:
@@ -44,13 +49,33 @@ def connected(counts: Mapping[str, int], address: str | None) -> Iterator[Any]:
         yield ray
         return
     handler = signal.getsignal(signal.SIGTERM)
-    _connect(ray, counts, address or os.environ.get(ADDRESS))
+    _connect(ray, counts, address)
     if callable(handler) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)  # Ray replaces it
     try:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _guard() -> None:
+    """Let nobody use the cluster that is started here without a token.
+
+    Ray listens at every address of the machine, whatever it is told, and reads the mode when it is
+    imported.
+    """
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        return
+    if os.environ.get(_MODE) != "token":
+        if ray is not None:
+            raise InputError(
+                f"Ray was imported without tokens, and listens at every address: set {_MODE}=token "
+                "before, or call ray.init"
+            )
+        os.environ[_MODE] = "token"
+    if not any(os.environ.get(name) for name in _TOKENS):
+        os.environ[_TOKENS[0]] = secrets.token_hex(32)
 
 
 def _connect(ray: Any, counts: Mapping[str, int], address: str | None) -> None:

@@ -1,9 +1,11 @@
 """Allocations of a cluster's accelerators, and the rounds that realise them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from stagewright.executor.clusters.ray_ranks import connected
 from stagewright.executor.clusters.rounds import Assignment, Mechanism
 from stagewright.formulations.clusters.allocation import (
     Allocation,
@@ -17,7 +19,7 @@ from stagewright.formulations.clusters.allocation_plan import (
     digest_of,
     shares_of,
 )
-from stagewright.formulations.forms.answers import StopToken
+from stagewright.formulations.forms.answers import Limits, StopToken
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import PairRate
 from stagewright.service.clusters.answers import (
@@ -37,6 +39,9 @@ from stagewright.service.clusters.requests import (
 from stagewright.solvers.clusters.estimation import Estimator, pairs_to_profile
 from stagewright.solvers.clusters.policies import AllocationResult, require_policy
 from stagewright.solvers.clusters.policies import allocate as solve
+
+if TYPE_CHECKING:
+    from stagewright.solvers.clusters.partitioned import JobPart, Solved
 
 
 def estimate(request: EstimateRequest) -> EstimateAnswer:
@@ -116,10 +121,23 @@ def _solved(
         return solve(
             problem, request.policy, limits, budget_dollars=budget, backend=request.backend
         )
-    from stagewright.solvers.clusters.partitioned import allocate_partitioned, in_process, on_ray
+    from stagewright.solvers.clusters.partitioned import allocate_partitioned, in_process
 
     spread = on_ray if request.at_once else in_process
     return allocate_partitioned(problem, request.policy, request.parts, limits, spread)
+
+
+def on_ray(
+    run: "Callable[[JobPart, Limits], Solved]", parts: "Sequence[JobPart]", limits: Limits
+) -> "list[Solved]":
+    """Solve all parts at once, on the Ray cluster of this process or one that is started here.
+
+    Raises InputError if Ray is not installed.
+    """
+    with connected({}, None) as ray:
+        task = ray.remote(run)
+        found: list[Solved] = ray.get([task.remote(part, limits) for part in parts])
+        return found
 
 
 def _answer(

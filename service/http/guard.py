@@ -1,6 +1,7 @@
 """Who calls a route, what the caller may do, and which jobs are the caller's."""
 
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,9 +26,9 @@ _BEARER = HTTPBearer(auto_error=False)
 class Service:
     """The store and the settings that all routes use.
 
-    ``open_to_all``: without tokens, for one machine alone. ``rate`` limits the requests of each
-    user, and those without a valid token of each address. ``webhooks`` None: none are sent.
-    ``streams`` of events are read now, by user.
+    ``open_to_all``: for one machine alone, and without tokens until the first is made. ``rate``
+    limits the requests of each user, and those without a valid token of each address. ``webhooks``
+    None: none are sent. ``streams`` of events are read now, by user.
     """
 
     store: ServiceStore
@@ -36,6 +37,13 @@ class Service:
     rate: RequestRate | None = None
     webhooks: Webhooks | None = None
     streams: Counter[str] = field(default_factory=Counter)
+    _closed: threading.Event = field(default_factory=threading.Event)
+
+    def needs_token(self) -> bool:
+        """Whether callers need one; that stays so when all are revoked."""
+        if self.open_to_all and not self._closed.is_set() and Tokens(self.store.engine).exist():
+            self._closed.set()
+        return not self.open_to_all or self._closed.is_set()
 
     def take(self, who: str) -> None:
         """Count a request; raises TooManyError if there are too many."""
@@ -76,7 +84,7 @@ def _allowed(scope: Scope) -> Callable[..., Caller]:
 
 
 def _known(service: Service, token: str | None) -> Caller | None:
-    if service.open_to_all:
+    if not service.needs_token():
         return LOCAL
     return None if token is None else Tokens(service.store.engine).caller(token)
 

@@ -86,9 +86,11 @@ class Server:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda number, _: self._drain(made, number))
         finally:
-            for one in (*made, *beside):
+            for one in made:
                 if not one.stopping.is_set():
                     one.stop()
+            for step in beside:
+                step.stopping.set()
             for thread in threads:
                 thread.join()
 

@@ -241,9 +241,7 @@ class Queue:
             counts = {"losses": losses, "attempts": row.attempts - 1, "due": due}
             self._queue_again(database, row, why, **counts)
 
-    def _queue_again(
-        self, database: Connection, row: Row[Any], reason: str, **values: float
-    ) -> None:
+    def _queue_again(self, database: Connection, row: Row[Any], reason: str, **values: Any) -> None:
         values |= {"state": State.QUEUED, "worker": None, "leased_until": None}
         database.execute(update(JOBS).where(JOBS.c.id == row.id).values(values))
         self._tell(database, row.id, State.QUEUED, {"reason": reason})

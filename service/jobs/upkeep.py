@@ -74,10 +74,6 @@ class RepeatedStep:
     seconds: float
     stopping: threading.Event = field(default_factory=threading.Event)
 
-    def stop(self) -> None:
-        """End `run` after the step that is being taken."""
-        self.stopping.set()
-
     def run(self) -> None:
         """Repeat the step until it is stopped."""
         while not self.stopping.is_set():

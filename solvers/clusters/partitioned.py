@@ -6,13 +6,10 @@ together. What that loses is bounded: the parts' prices of accelerators, average
 the whole cluster, and prices bound what any allocation can reach.
 """
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from importlib.util import find_spec
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 
@@ -58,7 +55,7 @@ class Solved:
     prices: Floats
 
 
-_Spread = Callable[[Callable[[JobPart, Limits], Solved], Sequence[JobPart], Limits], list[Solved]]
+Spread = Callable[[Callable[[JobPart, Limits], Solved], Sequence[JobPart], Limits], list[Solved]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,39 +79,17 @@ def in_process(
     return [run(part, limits) for part in parts]
 
 
-def on_ray(
-    run: Callable[[JobPart, Limits], Solved], parts: Sequence[JobPart], limits: Limits
-) -> list[Solved]:
-    """All parts at once, on the Ray cluster that this process is part of, else on this machine.
-
-    Raises InputError if Ray is not installed.
-    """
-    if find_spec("ray") is None:
-        raise InputError("solving parts at once needs Ray; pip install 'stagewright[cluster]'")
-    import ray
-
-    started = not ray.is_initialized()
-    if started:
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
-    try:
-        task: Any = ray.remote(run)
-        found: list[Solved] = ray.get([task.remote(part, limits) for part in parts])
-        return found
-    finally:
-        if started:
-            ray.shutdown()
-
-
 def allocate_partitioned(
     problem: AllocationProblem,
     policy: str,
     parts: int,
     limits: Limits | None = None,
-    spread: _Spread = on_ray,
+    spread: Spread = in_process,
 ) -> AllocationResult:
     """Allocate by ``policy`` in ``parts`` parts, and check the whole; the gap bounds the loss.
 
-    ``limits``: the seconds are for each part; the seed decides how the jobs are split.
+    ``limits``: the seconds are for each part; the seed decides how the jobs are split. ``spread``
+    solves the parts.
 
     Raises
     ------

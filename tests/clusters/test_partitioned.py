@@ -19,14 +19,13 @@ from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import Job, PairRate, Rate, Throughputs, Workload
 from stagewright.graphs.workloads.pool import parse_pool
-from stagewright.solvers.clusters import partitioned
+from stagewright.service.clusters.allocating import on_ray
 from stagewright.solvers.clusters.partitioned import (
     POLICIES,
     Solved,
     allocate_partitioned,
     deal,
     in_process,
-    on_ray,
     price_bound,
 )
 from stagewright.solvers.clusters.policies import allocate
@@ -155,7 +154,7 @@ def test_every_job_is_dealt_once_and_evenly(parts: int, seed: int):
     assert all((one == other).all() for one, other in zip(split, again, strict=True))
 
 
-def test_bad_questions_are_refused(monkeypatch: pytest.MonkeyPatch):
+def test_bad_questions_are_refused():
     problem = different_jobs(8)
     with pytest.raises(InputError, match="'fifo' is not solved in parts; max-min, makespan are"):
         allocate_partitioned(problem, "fifo", 2)
@@ -172,9 +171,6 @@ def test_bad_questions_are_refused(monkeypatch: pytest.MonkeyPatch):
     )
     with pytest.raises(InputError, match="jobs that share accelerators are not solved in parts"):
         allocate_partitioned(shared, "max-min", 2)
-    monkeypatch.setattr(partitioned, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"needs Ray; pip install 'stagewright\[cluster\]'"):
-        allocate_partitioned(problem, "max-min", 2)
 
 
 def test_a_part_without_an_answer_leaves_none():

@@ -504,6 +504,18 @@ def test_brackets_in_texts_are_not_depth(client: TestClient) -> None:
 # --- Users ----------------------------------------------------------------------------------------
 
 
+def test_the_first_token_closes_a_server_that_was_open(
+    store: ServiceStore, client: TestClient
+) -> None:
+    assert client.get("/v1/jobs").status_code == 200
+    made = Tokens(store.engine).create("ann", Scope.READ)
+    assert "a token is needed" in told(client.get("/v1/jobs"), 401)
+    with_token = {"Authorization": f"Bearer {made}"}
+    assert client.get("/v1/jobs", headers=with_token).status_code == 200
+    Tokens(store.engine).revoke("ann")
+    assert client.get("/v1/jobs").status_code == 401
+
+
 @pytest.fixture
 def tokens(store: ServiceStore) -> dict[str, dict[str, str]]:
     """Headers with the token of each user."""

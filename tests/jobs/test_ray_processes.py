@@ -1,10 +1,14 @@
 """Jobs on a Ray cluster: answers, stops, limits, sweeps of tasks, and machines that are lost."""
 
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +20,11 @@ pytest.importorskip("sqlalchemy")
 pytest.importorskip("ray", reason="Ray is not installed")
 pytest.importorskip("fastapi", reason="the service is not installed")
 
+from stagewright.executor.clusters.ray_ranks import connected
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.http.limits import RequestLimits
 from stagewright.service.jobs.kinds import parse_request
+from stagewright.service.jobs.queue import MOST_ATTEMPTS
 from stagewright.service.jobs.records import JobEnding, ServiceJob, State, StoppedBy
 from stagewright.service.jobs.store import ServiceStore
 from stagewright.service.workers.processes import JobProcess, Look, MachineLostError, on_ray
@@ -44,20 +50,57 @@ def cluster() -> Iterator[Any]:
     found.shutdown()
 
 
+STRANGER = """
+import ray, sys
+ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
+print("connected", ray.nodes()[0]["Alive"])
+"""
+OWNER = f"""
+import os, subprocess, sys
+from stagewright.executor.clusters.ray_ranks import connected
+with connected({{}}, None) as ray:
+    address = ray.get_runtime_context().gcs_address
+    own = dict(os.environ)
+    others = {{name: value for name, value in own.items() if not name.startswith("RAY_AUTH")}}
+    wrong = own | {{"RAY_AUTH_TOKEN": "0" * 64}}
+    for environment in (own, others, wrong):
+        command = [sys.executable, "-c", {STRANGER!r}, address]
+        print(subprocess.run(command, env=environment, capture_output=True, text=True).stdout)
+"""
+
+
+@pytest.mark.slow
+def test_a_cluster_that_is_started_here_takes_nobody_without_its_token() -> None:
+    """Ray listens at every address, whatever it is told."""
+    environment = {name: value for name, value in os.environ.items() if "RAY" not in name}
+    run = subprocess.run(
+        [sys.executable, "-c", OWNER], env=environment, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.split() == ["connected", "True"]
+
+
+def test_ray_without_tokens_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))  # type: ignore[arg-type]
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(InputError, match="set RAY_AUTH_MODE=token before"), connected({}, None):
+        pass
+
+
 def sweep_request(**changes: object) -> str:
     given = json.loads(plan_request())
     sizes = {"microbatches": [2, 4], "planners": ["dp"]}
     return json.dumps({name: given[name] for name in ("chain", "cluster")} | sizes | changes)
 
 
-def awaited(store: ServiceStore, job: str, *states: State, attempts: int = 1) -> ServiceJob:
+def awaited(store: ServiceStore, job: str, *states: State, losses: int = 0) -> ServiceJob:
     """The job in one of the states, by default with a plan."""
     ends = time.monotonic() + PATIENCE
     while time.monotonic() < ends:
         found = store.get(job)
         assert found is not None
         there = found.state in states or (not states and found.document is not None)
-        if there and found.attempts >= attempts:
+        if there and found.losses >= losses:
             return found
         time.sleep(0.05)
     raise AssertionError((found.state, found.reason))
@@ -88,9 +131,10 @@ def test_a_lost_machine_leaves_the_job_to_the_lease(store: ServiceStore) -> None
     worker.stop()
     thread.join(PATIENCE)
     assert [one.name for one in store.events(job.id)] == [
-        "queued", "solving", "queued", "solving", "failed",
+        "queued", "solving", *["queued", "solving"] * MOST_ATTEMPTS, "failed",
     ]  # fmt: skip
-    assert (found.attempts, found.reason) == (2, "its process ended with exit code 3")
+    assert (found.losses, found.attempts) == (1, MOST_ATTEMPTS)
+    assert found.reason == "its process ended with exit code 3"
 
 
 def test_sweeps_go_to_ray_only_where_jobs_do() -> None:
@@ -166,9 +210,9 @@ def _lose(store: ServiceStore, cluster: Any, node: Any) -> None:
     awaited(store, job.id)
     cluster.add_node(num_cpus=2)
     cluster.remove_node(node, allow_graceful=False)
-    awaited(store, job.id, State.SOLVING, attempts=2)
+    awaited(store, job.id, State.SOLVING, losses=1)
     store.ask(job.id, JobEnding.STOP)
-    assert awaited(store, job.id, State.FEASIBLE).attempts == 2
+    assert awaited(store, job.id, State.FEASIBLE).losses == 1
 
 
 def _exceed(store: ServiceStore, worker: Worker) -> None:
