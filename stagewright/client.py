@@ -289,6 +289,10 @@ class AsyncClient:
         """End a job with its best answer so far."""
         return state_of(await self._send("DELETE", f"/v1/jobs/{job}"))
 
+    async def retry(self, job: str, *, fresh: bool = False) -> JobState:
+        """Queue a job again; ``fresh``: even a proved one, without what it has found."""
+        return state_of(await self._send("POST", f"/v1/jobs/{job}/retry", params={"fresh": fresh}))
+
     async def abort(self, job: str) -> JobState:
         """End a job at once, without an answer."""
         return state_of(await self._send("POST", f"/v1/jobs/{job}/abort"))
@@ -396,4 +400,5 @@ class Client:
     answer = _waiting(AsyncClient.answer)
     document = _waiting(AsyncClient.document)
     stop = _waiting(AsyncClient.stop)
+    retry = _waiting(AsyncClient.retry)
     abort = _waiting(AsyncClient.abort)

@@ -86,10 +86,10 @@ def abort_job(job: Changeable, caller: Submitter, service: Serving) -> JobView:
 
 
 @router.post("/{job}/retry", responses=refused(409))
-def retry_job(job: Changeable, caller: Submitter, service: Serving) -> JobView:
-    """Queue a job again that is failed or feasible."""
+def retry_job(job: Changeable, caller: Submitter, service: Serving, fresh: bool = False) -> JobView:
+    """Queue a job again that is failed or feasible; ``fresh``: any, without what it has found."""
     service.limits.require_room(partial(service.store.queued, job.user))
-    return view(service.store.retry(job.id), caller)
+    return view(service.store.retry(job.id, fresh=fresh), caller)
 
 
 @router.post("/{job}/discard", status_code=204, responses=refused(409))

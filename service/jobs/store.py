@@ -1,17 +1,20 @@
 """The store: jobs, their events and answers in SQLite or PostgreSQL, as users see them."""
 
 import hashlib
+import importlib.metadata
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError, TimeoutError
 
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.rates import FOLDER as RATES
 from stagewright.service.jobs.records import ENDED, Event, JobEnding, ServiceJob, State, StoppedBy
 from stagewright.service.jobs.rows import (
     DELIVERIES,
@@ -152,7 +155,7 @@ class ServiceStore:
                 tell(database, self.clock(), values["id"], str(values["state"]))
         except IntegrityError:
             earlier = self._of_key(user, key)
-            if earlier is None or earlier.digest != digest:
+            if earlier is None or (earlier.kind, earlier.request) != (kind, request):
                 raise ConflictError(
                     f"the idempotency key {key!r} belongs to another request"
                 ) from None
@@ -246,26 +249,33 @@ class ServiceStore:
         database.execute(sa.update(JOBS).where(JOBS.c.id == job).values(values))
         tell(database, self.clock(), job, name, told)
 
-    def retry(self, job: str) -> ServiceJob:
+    def retry(self, job: str, *, fresh: bool = False) -> ServiceJob:
         """Queue a job again that has failed, or ended before its search was complete.
+
+        ``fresh``: any that has ended, without what it has found.
 
         Raises
         ------
         ConflictError
             If it has not ended, or has a complete answer.
         """
-        again = (State.FAILED, State.FEASIBLE)
+        again = ENDED if fresh else (State.FAILED, State.FEASIBLE)
+        found = ("cost", "bound", "answer", "document", "cached_from") if fresh else ()
+        known = self.get(job)
         with self.writing() as database:
             changed = database.execute(
                 sa.update(JOBS)
                 .where(JOBS.c.id == job, JOBS.c.state.in_(again))
                 .values(
+                    **dict.fromkeys(found),
+                    digest=known and _digest(known.kind, known.request),
                     state=State.QUEUED, stopped_by=None, asked=None, attempts=0, losses=0, due=0.0,
                     started=None, finished=None, reason="",
                 )
             ).rowcount  # fmt: skip
             if not changed:
-                raise ConflictError("only a job that has failed or was stopped is tried again")
+                which = "ended" if fresh else "failed or was stopped"
+                raise ConflictError(f"only a job that has {which} is tried again")
             database.execute(
                 sa.delete(DELIVERIES).where(DELIVERIES.c.job == job)
             )  # of an end undone
@@ -320,8 +330,18 @@ class ServiceStore:
             return {State(state): count for state, count in database.execute(asked)}
 
 
+@lru_cache(maxsize=1)
+def _version() -> str:
+    """What answers depend on beside their requests: this version, and its rate sets."""
+    rates = hashlib.sha256()
+    for one in sorted(RATES.glob("*.json")):
+        rates.update(one.name.encode() + one.read_bytes())
+    return f"{importlib.metadata.version('stagewright')} {rates.hexdigest()}"
+
+
 def _digest(kind: str, request: str) -> str:
-    return hashlib.sha256(f"{kind} {request}".encode()).hexdigest()
+    """Names a request and the version that answers it: an upgrade serves no older answer."""
+    return hashlib.sha256(f"{_version()} {kind} {request}".encode()).hexdigest()
 
 
 @contextmanager

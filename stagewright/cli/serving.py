@@ -181,10 +181,14 @@ class JobsOptions(Served, Written):
     """A job; default: the newest ones."""
     stop: bool = False
     """End the job with its best answer so far."""
+    retry: bool = False
+    """Solve the job again, if it failed or was stopped."""
+    fresh: bool = False
+    """With --retry: whatever it has found, and without it."""
 
 
 def jobs(given: JobsOptions) -> int:
-    """List jobs of a planning service, show one, stop it, or fetch its answer.
+    """List jobs of a planning service, show one, stop it, try it again, or fetch its answer.
 
     --output writes the best plan so far; --json prints the answer once the job has ended. Exit code
     1 if the job has ended without an answer.
@@ -192,14 +196,19 @@ def jobs(given: JobsOptions) -> int:
     job, output = given.job, given.output
     if given.server is None:
         raise InputError("--server URL is missing: the planning service whose jobs they are")
-    if job is None and (given.stop or output is not None):
-        raise InputError(f"{'--stop' if given.stop else '--output'} is of one job: name it")
+    asked = {"--stop": given.stop, "--retry": given.retry, "--output": output is not None}
+    if job is None and any(asked.values()):
+        raise InputError(f"{next(name for name in asked if asked[name])} is of one job: name it")
+    if given.fresh and not given.retry:
+        raise InputError("--fresh goes with --retry")
     with serving(given.server) as client:
         if job is None:
             return _list(client, given.as_json)
         if given.stop:
             client.stop(job)
             client.wait(job)
+        if given.retry:
+            client.retry(job, fresh=given.fresh)
         return _show(client, client.job(job), output, given.as_json)
 
 

@@ -16,7 +16,7 @@ from sqlalchemy import Engine, create_engine, text
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.http.tokens import Caller, Scope, Tokens
 from stagewright.service.jobs.queue import Queue
-from stagewright.service.jobs.records import JobEnd, State
+from stagewright.service.jobs.records import JobEnd, JobEnding, State
 from stagewright.service.jobs.rows import TABLES
 from stagewright.service.jobs.store import ServiceStore
 
@@ -65,10 +65,13 @@ def test_a_store_of_the_version_before_goes_on(url: str, engine: Engine) -> None
     assert Tokens(store.engine).caller(TOKEN) == Caller("ann", Scope.SUBMIT)
     # The key, the answers that are known and the queue are those of before.
     assert store.submit("ann", "plan", '{"n":1}', key="once")[0].id == ended.id
-    assert store.submit("cid", "plan", '{"n":1}')[0].cached_from == ended.id
+    other, _ = store.submit("cid", "plan", '{"n":1}')
+    assert (other.state, other.cached_from) == (State.QUEUED, None)  # it is an older version's
+    store.ask(other.id, JobEnding.STOP)
+    store.discard(other.id)
     new, _ = store.submit("ann", "plan", '{"n":4}', title="a model", webhook="https://x.example")
     assert (new.title, new.webhook) == ("a model", "https://x.example")
-    assert store.events(new.id)[0].number == 9  # 7 was the last, of a job discarded
+    assert store.events(new.id)[0].number == 10  # 7 was the last, of a job discarded
     queue = Queue(store)
     assert running is not None
     assert queue.expire() == 1

@@ -16,6 +16,7 @@ pytest.importorskip("sqlalchemy")
 from sqlalchemy.exc import SQLAlchemyError
 
 from stagewright.graphs.documents.errors import InputError
+from stagewright.service.jobs import store as stores
 from stagewright.service.jobs.kinds import parse_request, title_of
 from stagewright.service.jobs.queue import LOSS_PAUSES, JobLeaseLostError, Queue
 from stagewright.service.jobs.records import JobEnd, JobEnding, State, StoppedBy
@@ -118,6 +119,38 @@ def test_what_was_answered_completely_is_not_solved_again(
     third, _ = store.submit("bob", "schedule", "{}")  # the same text of another kind
     assert third.state is State.QUEUED
     assert queue.claim("w", LEASE).id == third.id
+
+
+def test_no_answer_of_another_version_is_served(
+    store: ServiceStore, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, _ = store.submit("ann", "plan", "{}", key="k")
+    queue.claim("w", LEASE)
+    queue.finish(job.id, "w", DONE)
+    monkeypatch.setattr(stores, "_version", lambda: "the next one")
+    assert store.submit("ann", "plan", "{}", key="k") == (store.get(job.id), False)
+    assert not store.knows("bob", "plan", "{}", None)
+    other, _ = store.submit("bob", "plan", "{}")
+    assert other.state is State.QUEUED
+    store.ask(other.id, JobEnding.ABORT)
+    with pytest.raises(ConflictError, match="has failed or was stopped"):
+        store.retry(job.id)
+    again = store.retry(job.id, fresh=True)
+    assert (again.state, again.cost, again.document, again.answer) == (State.QUEUED, *[None] * 3)
+    queue.claim("w", LEASE)
+    queue.finish(job.id, "w", DONE)
+    assert store.submit("cid", "plan", "{}")[0].cached_from == job.id
+
+
+def test_a_fresh_answer_is_no_other_jobs(store: ServiceStore, queue: Queue) -> None:
+    job, _ = store.submit("ann", "plan", "{}")
+    queue.claim("w", LEASE)
+    queue.finish(job.id, "w", DONE)
+    other, _ = store.submit("bob", "plan", "{}")
+    again = store.retry(other.id, fresh=True)
+    assert (again.state, again.cached_from) == (State.QUEUED, None)
+    with pytest.raises(ConflictError, match="only a job that has ended"):
+        store.retry(other.id, fresh=True)
 
 
 def test_an_incomplete_answer_is_solved_again(store: ServiceStore, queue: Queue) -> None:
