@@ -5,6 +5,7 @@ request is opened as a path or imported.
 """
 
 import re
+import time
 
 from fastapi import Request
 from starlette.datastructures import MutableHeaders
@@ -15,6 +16,7 @@ from stagewright.service.http import downloads, jobs, pages, submitting, uploads
 from stagewright.service.http.guard import Service
 from stagewright.service.http.openapi import Application
 from stagewright.service.http.problems import add_handlers, problem
+from stagewright.service.metrics import REQUESTS, note
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _LOCAL = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE | re.ASCII)
@@ -38,6 +40,7 @@ def create_app(service: Service) -> Application:
     add_handlers(app)
     app.add_middleware(GZipMiddleware, minimum_size=_COMPRESSED)
     app.add_middleware(_Secured)
+    app.add_middleware(_Watched)
     for module in (submitting, jobs, downloads, uploads):
         app.include_router(module.router)
     app.include_router(pages.health)
@@ -69,6 +72,36 @@ class _Secured:
         if scope["method"] == "HEAD" and not scope["path"].endswith("/events"):
             scope = {**scope, "method": "GET"}  # the server sends no body
         await answer(scope, receive, send_closed)
+
+
+class _Watched:
+    """Counts and logs every request, by its route and how it was answered."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request by the application."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        code, began = 500, time.perf_counter()
+
+        async def send_watched(message: Message) -> None:
+            nonlocal code
+            code = message.get("status", code)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_watched)
+        finally:
+            seconds, method = time.perf_counter() - began, scope["method"]
+            route = getattr(scope.get("route"), "path", "none")
+            REQUESTS.labels(method if route != "none" else "any", route, code).observe(seconds)
+            note(
+                "request", method=method, path=scope["path"], code=code,
+                seconds=round(seconds, 4), address=(scope["client"] or ("",))[0],
+            )  # fmt: skip
 
 
 def _refusal(request: Request) -> str | None:

@@ -10,6 +10,7 @@ from stagewright.executor.drawing.web.render import FOLDER as DRAWING
 from stagewright.service.http.guard import Reader, Serving
 from stagewright.service.http.openapi import GUARDED, refused, response_of
 from stagewright.service.jobs.records import State
+from stagewright.service.metrics import REGISTRY
 
 OWN = "stagewright.service.http.page"
 MEDIA_TYPES = {
@@ -64,17 +65,19 @@ async def live() -> dict[str, str]:
 
 @health.get("/health/ready", responses=refused(503))
 def ready(service: Serving) -> dict[str, str]:
-    """The store answers too."""
+    """The store takes what is submitted, too."""
     service.store.ping()
     return {"status": "ready"}
 
 
 @health.get("/metrics", response_class=Metrics, responses=refused(*GUARDED))
 def metrics(caller: Reader, service: Serving) -> Response:
-    """Jobs by state, for Prometheus."""
+    """Jobs by state and the oldest that waits; requests, waits and runs of this server."""
     registry = CollectorRegistry()
     gauge = Gauge("stagewright_jobs", "Jobs by state.", ["state"], registry=registry)
     counts = service.store.counts()
     for state in State:
         gauge.labels(state.value).set(counts.get(state, 0))
-    return Metrics(generate_latest(registry))
+    oldest = Gauge("stagewright_queue_age_seconds", "Of the oldest that waits.", registry=registry)
+    oldest.set(service.store.queue_age())
+    return Metrics(generate_latest(registry) + generate_latest(REGISTRY))

@@ -20,6 +20,7 @@ from stagewright.service.http.views import JobView, canonical, view
 from stagewright.service.http.webhooks import Webhooks
 from stagewright.service.jobs.kinds import KINDS, parse_request, title_of
 from stagewright.service.jobs.records import ServiceJob
+from stagewright.service.metrics import CACHED
 from stagewright.service.requests import Request as JobRequest
 
 router = APIRouter(responses=refused(*GUARDED, 408, 413))
@@ -154,10 +155,13 @@ def _submitted(
     except TooManyError:
         if not store.knows(caller.user, kind, text, wishes.key):
             raise
-    return store.submit(
+    found, new = store.submit(
         caller.user, kind, text, wishes.priority, wishes.key, title=title_of(asked),
         webhook=wishes.webhook,
     )  # fmt: skip
+    if new and found.cached_from is not None:
+        CACHED.labels(kind).inc()
+    return found, new
 
 
 def _webhooks(service: Service) -> Webhooks:

@@ -30,6 +30,7 @@ from stagewright.service.jobs.records import (
     State,
     StoppedBy,
 )
+from stagewright.service.metrics import note
 
 FIRST = "0001"  # of stores that were made before there were revisions
 _LOCK = 0x5354_4147  # names the lock of PostgreSQL's: any number that no one else takes
@@ -246,6 +247,7 @@ def tell(
 
     The event of its end makes the delivery of its webhook due, if it has one.
     """
+    note("job", job=job, event=name, **(data or {}))
     if name in ENDED:
         _announce(database, at, job)
     values = {"job": job, "at": at, "name": name, "data": json.dumps(data or {})}

@@ -14,6 +14,7 @@ from sqlalchemy.exc import DataError, SQLAlchemyError
 from stagewright.service.jobs.queue import MOST_ATTEMPTS, JobLeaseLostError, Queue
 from stagewright.service.jobs.records import JobEnd, JobEnding, ServiceJob, State, StoppedBy
 from stagewright.service.jobs.store import ServiceStore
+from stagewright.service.metrics import LOST, RUNS, WAITS
 from stagewright.service.workers.processes import (
     Better,
     LocalProcess,
@@ -80,7 +81,7 @@ class Worker:
     def _work(self) -> None:
         while not self.stopping.is_set():
             try:
-                self.queue.expire()
+                LOST.inc(self.queue.expire())
                 job = self.queue.claim(self.name, self.lease_seconds)
             except SQLAlchemyError:
                 job = None
@@ -92,6 +93,8 @@ class Worker:
 
     def answer(self, job: ServiceJob) -> None:
         """Answer a job that is claimed; what happens to the lease and the store ends it."""
+        WAITS.labels(job.kind).observe(max(0.0, (job.started or job.created) - job.created))
+        began = time.monotonic()
         try:
             run = _JobRun(self, job)
         except OSError:  # no process can be started now: the lease runs out
@@ -106,6 +109,7 @@ class Worker:
             pass  # its lease runs out, and it is queued again as if this worker were lost
         finally:
             run.process.kill()
+            RUNS.labels(job.kind).observe(time.monotonic() - began)
 
 
 class _JobRun:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -61,6 +61,8 @@ class ServeOptions(Stored, OnRay):
     STAGEWRIGHT_WEBHOOK_SECRET signs what is told."""
     keep_days: Annotated[float | None, Option(form="N")] = None
     """Delete jobs so many days after their ends; default: never."""
+    log: Literal["text", "json"] | None = None
+    """Write a line for each request and each event of a job on stderr; default: for errors."""
     drain: Annotated[str, Option(form="SECONDS")] = "25s"
     """How long running jobs may go on at SIGTERM, before they are queued again."""
 
@@ -86,10 +88,13 @@ def serve(given: ServeOptions) -> int:
         from stagewright.service.http.server import Server
         from stagewright.service.http.webhooks import SECRET, Webhooks
         from stagewright.service.jobs.store import opened
+        from stagewright.service.metrics import log, watch_store
     except ImportError as error:
         raise InputError(
             f"the service needs {error.name}: pip install 'stagewright[service]'"
         ) from None
+    if given.log is not None:
+        log(given.log == "json")
     webhooks = None
     if given.webhook_origin:
         webhooks = Webhooks(tuple(given.webhook_origin), os.environ.get(SECRET, ""))
@@ -98,6 +103,7 @@ def serve(given: ServeOptions) -> int:
             jobs, given.host, given.port, given.workers, limit, given.rate, webhooks, start,
             given.keep_days, drain,
         )  # fmt: skip
+        watch_store(jobs.engine)
         server.require_safe()
         server.run(lambda url: say(f"serving at {url}"))
     return 0
