@@ -61,7 +61,7 @@ class ServeOptions(Stored, OnRay):
     STAGEWRIGHT_WEBHOOK_SECRET signs what is told."""
     keep_days: Annotated[float | None, Option(form="N")] = None
     """Delete jobs so many days after their ends; default: never."""
-    log: Literal["text", "json"] | None = None
+    log_format: Literal["text", "json"] | None = None
     """Write a line for each request and each event of a job on stderr; default: for errors."""
     drain: Annotated[str, Option(form="SECONDS")] = "25s"
     """How long running jobs may go on at SIGTERM, before they are queued again."""
@@ -93,8 +93,8 @@ def serve(given: ServeOptions) -> int:
         raise InputError(
             f"the service needs {error.name}: pip install 'stagewright[service]'"
         ) from None
-    if given.log is not None:
-        log(given.log == "json")
+    if given.log_format is not None:
+        log(given.log_format == "json")
     webhooks = None
     if given.webhook_origin:
         webhooks = Webhooks(tuple(given.webhook_origin), os.environ.get(SECRET, ""))
