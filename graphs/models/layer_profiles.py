@@ -3,10 +3,9 @@
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
-from pydantic import ConfigDict
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Floats
@@ -15,7 +14,7 @@ from stagewright.graphs.documents.units import MAX_LAYERS, require_amount, requi
 from stagewright.graphs.models.chain import MAX_LAYER_SECONDS
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class LayerSizes:
     """Parameters and activations of each layer on one of ``tensor`` ranks, in forward order.
 
@@ -23,8 +22,6 @@ class LayerSizes:
     backward for every sample, ``output_bytes`` are the whole output of a sample (not a rank's part
     of it).
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     tensor: int
     parameters: tuple[float, ...]
@@ -50,15 +47,13 @@ _MAX_DEGREE = 1 << 12
 _PRECISIONS = ("fp32", "fp16", "bf16")
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Measured:
     """Seconds of every layer for a microbatch on a group of ``tensor`` devices of one kind.
 
     Exchanges within the group are part of the times. ``update_seconds`` are the optimizer's step
     on a rank's parameters of the layer.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     device_kind: str
     microbatch_size: int
@@ -102,14 +97,12 @@ class LayerTimes:
     update: Floats
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class LayerProfiles:
     """All measurements of one model; ``sizes`` by tensor degree, where they are known.
 
     ``precision`` is that of the training that was measured: fp32, fp16 or bf16.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     name: str
     source: str
