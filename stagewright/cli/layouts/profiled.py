@@ -288,7 +288,7 @@ def _draw(png: Path, title: str, answer: "ProfiledAnswer") -> None:
 
 
 def _print(name: str, batch: int, answer: "ProfiledAnswer") -> None:
-    from stagewright.service.layouts.told import profiled_tables
+    from stagewright.service.layouts.told.measured import profiled_tables
 
     bound = format_seconds(answer.bound_seconds) if answer.bound_seconds is not None else "-"
     if answer.iteration_seconds is None:
