@@ -1,5 +1,6 @@
 """Measured times of a model's layers by device kind, microbatch size and tensor degree."""
 
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -30,15 +31,8 @@ class LayerSizes:
 
     def __post_init__(self) -> None:
         require_count(self.tensor, "tensor", 1 << 20)
-        for name in ("parameters", "saved_bytes", "output_bytes"):
-            values = getattr(self, name)
-            if len(values) != len(self.parameters):
-                raise InputError(
-                    f"tensor degree {self.tensor}: {name} has {len(values)} layers, parameters "
-                    f"{len(self.parameters)}"
-                )
-            for layer, value in enumerate(values):
-                require_amount(value, f"tensor degree {self.tensor}: {name}[{layer}]")
+        names = ("parameters", "saved_bytes", "output_bytes")
+        _require_layers(self, f"tensor degree {self.tensor}", names)
 
 
 FORMAT: Literal["stagewright-layer-profiles"] = "stagewright-layer-profiles"
@@ -65,19 +59,8 @@ class Measured:
     def __post_init__(self) -> None:
         require_count(self.microbatch_size, f"{self.place}: microbatch_size", 1 << 20)
         require_count(self.tensor, f"{self.place}: tensor", _MAX_DEGREE)
-        for name in ("forward_seconds", "backward_seconds", "update_seconds"):
-            values = getattr(self, name)
-            if len(values) != len(self.forward_seconds):
-                raise InputError(
-                    f"{self.place}: {name} has {len(values)} layers, forward_seconds "
-                    f"{len(self.forward_seconds)}"
-                )
-            for layer, value in enumerate(values):
-                require_amount(value, f"{self.place}: {name}[{layer}]")
-                if value > MAX_LAYER_SECONDS:
-                    raise InputError(
-                        f"{self.place}: {name}[{layer}] is {value:g} s: times are seconds"
-                    )
+        names = ("forward_seconds", "backward_seconds", "update_seconds")
+        _require_layers(self, self.place, names, MAX_LAYER_SECONDS)
 
     @property
     def place(self) -> str:
@@ -86,6 +69,21 @@ class Measured:
             f"{self.device_kind}, microbatches of {self.microbatch_size}, tensor degree "
             f"{self.tensor}"
         )
+
+
+def _require_layers(
+    of: object, place: str, names: tuple[str, ...], most_seconds: float = math.inf
+) -> None:
+    """Refuse fields of other lengths than the first has, and values that cannot be."""
+    layers = len(getattr(of, names[0]))
+    for name in names:
+        values = getattr(of, name)
+        if len(values) != layers:
+            raise InputError(f"{place}: {name} has {len(values)} layers, {names[0]} {layers}")
+        for layer, value in enumerate(values):
+            require_amount(value, f"{place}: {name}[{layer}]")
+            if value > most_seconds:
+                raise InputError(f"{place}: {name}[{layer}] is {value:g} s: times are seconds")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
