@@ -19,8 +19,8 @@ from stagewright.service.answers import Answer
 from stagewright.service.cloud.requests import CloudAnswer, CloudRequest
 from stagewright.service.clusters.answers import AllocateAnswer, RoundsAnswer, SimulateClusterAnswer
 from stagewright.service.clusters.requests import AllocateRequest, RoundsRequest
-from stagewright.service.layouts.calibrating import CalibrateAnswer
 from stagewright.service.layouts.profiled import ProfiledAnswer
+from stagewright.service.layouts.rates import CalibrateAnswer
 from stagewright.service.layouts.requests import LayoutAnswer, LayoutMemoryAnswer
 from stagewright.service.layouts.tuning import TuneAnswer
 from stagewright.service.operators.dividing import DivideAnswer

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
-from pydantic import ConfigDict
 
 from stagewright.executor.clusters.job_store import JobRecord
 from stagewright.graphs.documents import documents
@@ -52,11 +51,9 @@ class Share:
     measured: float
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class ClusterReport:
     """Outcomes of all jobs; rounds and shares of this scheduler."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     jobs: tuple[JobOutcome, ...]
     rounds: tuple[tuple[Placed, ...], ...]

@@ -10,9 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import ClassVar, Literal
-
-from pydantic import ConfigDict
+from typing import Literal
 
 from stagewright.executor.programs.program import SENDS, plan_devices
 from stagewright.formulations.plans.actions import ON_DEVICE, Action, ActionKind, parse_action
@@ -33,7 +31,7 @@ SENT = {  # what a receiver's action is called in the plan, and how far away the
 }
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class TracedStep:
     """One training step; of a periodic plan a run, from an empty pipeline to an empty one.
 
@@ -49,8 +47,6 @@ class TracedStep:
     ``waited_seconds`` says of each of ``actions`` how long the thread that computed it was ready to
     run without a core; None if it is not known.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     step: int
     iteration_seconds: float
@@ -94,11 +90,9 @@ class TracedStep:
             require_amount(wait, f"{place}: waited_seconds of {timed.action} on {timed.device!r}")
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class MeasuredMemory:
     """The most memory that each device had in a run, in bytes by name."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     kind: MemoryKind
     peak_bytes: dict[str, float]
@@ -108,15 +102,13 @@ class MeasuredMemory:
             require_amount(amount, f"memory: peak_bytes of {name!r}")
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Trace:
     """Steps of one run of a plan.
 
     ``digest`` is the plan's, ``machine`` says in words where the run was, ``backend`` is the
     library that moved the tensors ("gloo", "nccl"). ``memory`` is None if it was not measured.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     digest: str
     model: str

@@ -12,13 +12,11 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import ConfigDict
 from torch import Tensor
 
 from stagewright.formulations.plans.actions import Weights
@@ -37,11 +35,9 @@ KEPT = 2  # complete checkpoints in a folder
 MODEL = "model."  # what the keys of parameters and buffers start with
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Header:
     """The header of a checkpoint: the steps done, and how the weights are updated."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     steps: int
     weights: Weights

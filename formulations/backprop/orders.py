@@ -1,11 +1,9 @@
 """Priorities of operations: the published orders as one rank per operation, the least first."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
-from pydantic import ConfigDict
 
 from stagewright.formulations.backprop.problem import BackpropOperation, BackpropProblem
 from stagewright.graphs.documents import documents
@@ -16,7 +14,7 @@ from stagewright.graphs.documents.units import MAX_LAYERS, require_count
 Training = Literal["data", "pipeline", "single"]
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class OutOfOrder:
     """The method of training, and its parameter.
 
@@ -31,8 +29,6 @@ class OutOfOrder:
     group
         ``pipeline``: layers of a group; None: the best number found.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     training: Training = "data"
     reversed_layers: int | None = None

@@ -2,11 +2,9 @@
 
 import hashlib
 import os
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
-from pydantic import ConfigDict
 
 from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem, check
 from stagewright.formulations.plans.envelope import Envelope
@@ -19,14 +17,12 @@ FORMAT: Literal["stagewright-allocation"] = "stagewright-allocation"
 VERSION: Literal[1] = 1
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Share:
     """A job, or a pair that shares accelerators, and its fraction of time on one type of them.
 
     ``placement`` is ``consolidated`` or ``spread`` where that counts.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     jobs: tuple[str, ...]
     accelerator: str
@@ -42,14 +38,12 @@ class Share:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class AllocationPlan(Envelope):
     """Fractions of time of jobs on accelerators, with the policy and its bound.
 
     ``digest`` identifies the jobs and the pool.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     policy: str
     shares: tuple[Share, ...]

@@ -3,10 +3,9 @@
 import hashlib
 import os
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
-from pydantic import ConfigDict
 
 from stagewright.formulations.operators.problem import Contention, OperatorProblem
 from stagewright.formulations.plans.envelope import Envelope
@@ -120,22 +119,18 @@ Plans = Literal["these splits", "any splits"]
 """Every placement and order of the graph with the plan's splits; or with any choice of splits."""
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class SplitChoice:
     """An operator of the graph that is divided into ``parts`` along a dimension."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     operator: str
     dimension: Literal["batch", "channel"]
     parts: int
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class PlacedOperator:
     """When and where an operator runs."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     operator: str
     role: Role
@@ -148,11 +143,9 @@ class PlacedOperator:
         require_amount(self.finish_seconds, f"operator {self.operator!r}: finish_seconds")
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Transfer:
     """When an output of an operator goes to another ``device``."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     operator: str
     output: int
@@ -166,14 +159,12 @@ class Transfer:
         require_amount(self.finish_seconds, place + "finish_seconds")
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class OperatorBound:
     """A lower bound on the time of all ``plans`` with the contention of this one.
 
     ``prices``, one per device, are what the bound by load is computed from.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     seconds: float
     proved_by: str
@@ -184,14 +175,12 @@ class OperatorBound:
         require_amount(self.seconds, f"bound by {self.proved_by!r}: seconds")
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class OperatorCertificate:
     """The plan's time, the best of ``bounds`` and the relative gap between the two.
 
     ``any_splits_seconds`` is the best bound on plans with any splits.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     cost_seconds: float
     bound_seconds: float
@@ -203,7 +192,7 @@ class OperatorCertificate:
     bounds: tuple[OperatorBound, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class OperatorPlan(Envelope):
     """Device, start and finish of every operator and every transfer.
 
@@ -214,8 +203,6 @@ class OperatorPlan(Envelope):
     known of them. ``digest`` identifies graph, cluster and contention; ``structure`` is that of the
     graph, by which a run knows that a model is the one that was planned.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     structure: str
     model: str

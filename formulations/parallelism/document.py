@@ -86,11 +86,9 @@ FORMAT: Literal["stagewright-layout"] = "stagewright-layout"
 VERSION: Literal[1] = 1
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class LayoutBound:
     """The bound that no fitting layout of ``space`` takes less than ``seconds``; what proved it."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     seconds: float
     proved_by: str

@@ -20,10 +20,8 @@ repair times of any distribution.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
-from pydantic import ConfigDict
 
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.parts import Parts, shares
@@ -38,7 +36,7 @@ from stagewright.graphs.machines.fabric import Fabric
 from stagewright.graphs.models.shards import LayerSplit
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Failures:
     """How often devices fail, and what saves and restores the run.
 
@@ -49,8 +47,6 @@ class Failures:
     failed is away for ``repair_seconds`` on average, 0 if it restarts with the run; ``spares``
     servers take the place of servers that are away.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     mtbf_seconds: float
     checkpoint_bytes_per_second: float

@@ -2,11 +2,9 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import groupby
-from typing import ClassVar, Literal
-
-from pydantic import ConfigDict
+from typing import Literal
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
@@ -48,7 +46,7 @@ _PLAIN: dict[str, tuple[str, object]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Layout:
     """p x t x c x d ranks (thesis 4.3.1, with context parallelism).
 
@@ -60,8 +58,6 @@ class Layout:
     many as in the others. ``zero`` is ZeRO's stage (Rajbhandari et al. 2020): 1 divides the
     optimizer's state over the data ranks, 2 the gradients, 3 the weights too (FSDP).
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     pipeline: int = 1
     tensor: int = 1

@@ -6,10 +6,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-from pydantic import ConfigDict
 
 from stagewright.formulations.parallelism.cut import Layers
 from stagewright.formulations.parallelism.layer_times import LayerTime, share_time
@@ -30,11 +29,9 @@ from stagewright.graphs.models.modules import OFFLOAD
 from stagewright.graphs.models.shards import LayerShare, LayerSplit, Recompute, Shares
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class RankMemory:
     """Peak bytes of the ranks of one position in the pipeline."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     weights: float
     gradients: float

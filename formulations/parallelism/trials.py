@@ -61,11 +61,9 @@ def _require_positive(name: str, value: float | None) -> None:
         raise InputError(f"{name} must be above 0, got {value:g}")
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Trial:
     """A run of a layout: its seconds, or why it has none; ``place`` is where that is written."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     layout: Layout
     outcome: Outcome
@@ -80,11 +78,9 @@ class Trial:
             raise InputError(f"{self.place}: a trial has seconds if it was measured, and only then")
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Candidate:
     """A layout with its predicted seconds and peak bytes."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     layout: Layout
     seconds: float
@@ -95,7 +91,7 @@ class Candidate:
             _require_positive(name, getattr(self, name))
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Claim:
     """No layout that fits is faster than ``(1 - MARGIN)`` of the best, unless prices are off.
 
@@ -104,8 +100,6 @@ class Claim:
     differed by more. ``chance`` is how likely the model says one is, and with ``stop`` that is at
     most MOST_CHANCE.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     best: Layout
     seconds: float

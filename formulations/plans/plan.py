@@ -2,10 +2,10 @@
 
 import math
 import os
-from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from dataclasses import field
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from stagewright.formulations.plans import plan_class
 from stagewright.formulations.plans.actions import WEIGHT_RULES, WeightRule, Weights
@@ -21,7 +21,7 @@ Begins = Literal["forward", "backward"]
 """What a finite schedule begins with; see `Schedule`."""
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Stage:
     """Layers ``[start, stop)`` on ``devices``.
 
@@ -40,8 +40,6 @@ class Stage:
     weights and gradients (``weights``, ZeRO-3), so that a layer's weights are gathered for each of
     its forwards and backwards.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     layers: tuple[int, int]
     devices: tuple[str, ...]
@@ -100,17 +98,15 @@ class Stage:
         return 1 if self.replication == "split" else self.replicas
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class PlannedLayer:
     """A layer of the planned model, to compare with the layers of the model that is run."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     name: str
     parameter_bytes: float
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class ScheduledAction:
     """One action in time.
 
@@ -122,8 +118,6 @@ class ScheduledAction:
     min(1, (1 - a) / b).
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
-
     device: str
     action: str
     start_seconds: float
@@ -134,7 +128,7 @@ class ScheduledAction:
     stream: Literal["sub"] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Schedule:
     """A finite schedule: every action once, with its times from the start of the iteration.
 
@@ -145,14 +139,12 @@ class Schedule:
     activations of all microbatches are held, at its end those of the next.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
-
     actions: tuple[ScheduledAction, ...]
     begins: Begins = "forward"
     kind: Literal["finite"] = "finite"
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class PeriodicAction:
     """One operation of a pattern; in the k-th period it runs for microbatch k - ``shift``.
 
@@ -161,8 +153,6 @@ class PeriodicAction:
     An all-reduce runs once per iteration, for the last microbatch. The other fields are those of
     :class:`ScheduledAction`.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     device: str
     action: str
@@ -174,7 +164,7 @@ class PeriodicAction:
     bytes: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class PeriodicSchedule:
     """A pattern repeated every ``period_seconds``, once per microbatch (MadPipe, 3).
 
@@ -182,8 +172,6 @@ class PeriodicSchedule:
     a multiple of the number of microbatches: actions that start in that period or later are
     delayed by it, running actions continue. Every device pauses equally, for its weight updates.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     period_seconds: float
     actions: tuple[PeriodicAction, ...]
@@ -208,7 +196,7 @@ class PeriodicSchedule:
                 )
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Predicted:
     """Predictions of the cost model for the plan.
 
@@ -218,8 +206,6 @@ class Predicted:
     plan is one period per microbatch, plus the pause.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
-
     iteration_seconds: float
     bubble: float
     peak_memory_bytes: dict[str, float]
@@ -227,7 +213,7 @@ class Predicted:
     capacity_bytes: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Bound:
     """A proved lower bound on the iteration time.
 
@@ -237,8 +223,6 @@ class Bound:
     prices.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
-
     seconds: float
     proved_by: str
     scope: Literal["problem", "schedule"]
@@ -246,15 +230,13 @@ class Bound:
     witness: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Guarantee:
     """An upper bound given by a theorem, next to the cost that was reached.
 
     ``premise`` states the conditions of the theorem and what it compares with; ``stages`` are
     those whose times are in its formula.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     theorem: str
     seconds: float
@@ -264,7 +246,7 @@ class Guarantee:
     stages: tuple[Stage, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Certificate:
     """Lower bounds on the plan's cost, and their gaps: (cost - bound) / cost.
 
@@ -275,8 +257,6 @@ class Certificate:
     lists all computed bounds, including those on classes without this plan: one that exceeds the
     plan's cost says that every plan of its class is worse.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     cost_seconds: float
     bound_seconds: float
@@ -294,7 +274,7 @@ class Certificate:
     guarantees: tuple[Guarantee, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class PipelinePlan(Envelope):
     """A plan for one training iteration of a model on a cluster.
 
@@ -312,8 +292,6 @@ class PipelinePlan(Envelope):
       last update: W(t+1) = W(t) - lr grad f(W(t-1)) (PipeDream-2BW). With a periodic schedule the
       next iteration begins before this one ends.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     planner: str
     model: str

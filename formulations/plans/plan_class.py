@@ -6,11 +6,9 @@ class that contains it.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations, pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
-
-from pydantic import ConfigDict
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from stagewright.formulations.plans.actions import WeightRule, Weights
 from stagewright.graphs.documents import documents
@@ -34,7 +32,7 @@ _SHARING: tuple[Sharing, ...] = get_args(Sharing)
 _SINGLE_STREAM = "one stream on every device"
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class PlanClass:
     """The plans that use only these features.
 
@@ -70,8 +68,6 @@ class PlanClass:
     shards
         What the replicas of a stage may divide among them.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     sharing: Sharing = "any"
     replication: tuple[Replication, ...] = REPLICATION

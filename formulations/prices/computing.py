@@ -8,10 +8,9 @@ rate set says. Exchanges with other devices are in `collectives`.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import ConfigDict
 
 from stagewright.formulations.prices.collectives import Amount, link_seconds
 from stagewright.graphs.documents import documents
@@ -28,14 +27,12 @@ from stagewright.graphs.models.tuning import is_adapter
 PrecisionName = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Precision:
     """Bytes of a number of each kind; the defaults are Megatron-LM's mixed precision with Adam.
 
     ``optimizer_bytes`` are per parameter: the fp32 master of the weight and two moments.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     activation_bytes: int = 2
     weight_bytes: int = 2

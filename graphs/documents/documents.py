@@ -12,8 +12,9 @@ import re
 import reprlib
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform
 
 from pydantic import ConfigDict, Discriminator, TypeAdapter, ValidationError
 from pydantic_core import from_json
@@ -90,6 +91,13 @@ STANDARD_OUTPUT = 1  # its file descriptor
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 """Configuration that every document's dataclass carries as ``__pydantic_config__``."""
+
+
+@dataclass_transform(frozen_default=True)
+def record(of: type[T]) -> type[T]:
+    """A part of a document: a frozen dataclass with slots, which is read strictly."""
+    of.__pydantic_config__ = STRICT  # type: ignore[attr-defined]
+    return dataclass(frozen=True, slots=True)(of)
 
 
 _MAKES_MODEL = "`stagewright model` makes a model of it"

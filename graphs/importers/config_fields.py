@@ -44,9 +44,9 @@ class Fields:
     def require_spelling(self) -> None:
         """Refuse an unknown field whose name is almost the name of a known field that is absent."""
         absent = self.sought - self.values.keys()
-        for name in self.values.keys() - self.sought:
+        for name in self.values:  # in their order: it is the first that is told
             meant = get_close_matches(name, absent, n=1, cutoff=ALIKE)
-            if meant:
+            if meant and name not in self.sought:
                 raise InputError(f"{name} is not a field that is read; is {meant[0]} meant?")
 
     def size(self, cell: Cell) -> int:

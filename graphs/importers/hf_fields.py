@@ -199,3 +199,17 @@ NEMOTRON = replace(
     state_size=("ssm_state_size", 128), chunk=("chunk_size|mamba_chunk_size", 128),
     kinds="hybrid_override_pattern|layers_block_type",
 )  # fmt: skip
+
+MAMBA_MODEL = ModelType(
+    width=None, epsilon=("layer_norm_epsilon", 1e-5), base=None, rotary=False,
+    recurrent=MAMBA,
+)  # fmt: skip
+HYBRID_MODEL = ModelType(
+    groups=("num_key_value_heads", 8), mlp_bias=("mlp_bias", False), epsilon=("rms_norm_eps", 1e-5)
+)
+LFM2_MODEL = ModelType(
+    width="block_ff_dim|intermediate_size", narrowed=True, groups=("num_key_value_heads", 8),
+    head_size=None, bias=False, head_norms=True,
+    epsilon=("norm_eps", 1e-5), base=("rope_theta", 1e6),
+    tied=("tie_embedding|tie_word_embeddings", True), recurrent=SHORT,
+)  # fmt: skip

@@ -112,19 +112,6 @@ _QWEN3_HYBRID = replace(
     rotary_part=("partial_rotary_factor", 0.25), recurrent=hf_fields.DELTA,
     traits=(traits.ADDED_ONE,),
 )  # fmt: skip
-_MAMBA = ModelType(
-    width=None, epsilon=("layer_norm_epsilon", 1e-5), base=None, rotary=False,
-    recurrent=hf_fields.MAMBA,
-)  # fmt: skip
-_HYBRID = ModelType(
-    groups=("num_key_value_heads", 8), mlp_bias=("mlp_bias", False), epsilon=_EPSILON
-)
-_LFM2 = ModelType(
-    width="block_ff_dim|intermediate_size", narrowed=True, groups=("num_key_value_heads", 8),
-    head_size=None, bias=False, head_norms=True,
-    epsilon=("norm_eps", 1e-5), base=("rope_theta", 1e6),
-    tied=("tie_embedding|tie_word_embeddings", True), recurrent=hf_fields.SHORT,
-)  # fmt: skip
 TYPES: dict[str, ModelType] = {
     "gpt2": _GPT2,
     "llama": _LLAMA,
@@ -330,9 +317,11 @@ TYPES: dict[str, ModelType] = {
             normalized=_NORMED,
         ),
     ),
-    "mamba": replace(_MAMBA, tied=_TIED),
-    "falcon_mamba": replace(_MAMBA, tied=_TIED, traits=("norms of steps without weights",)),
-    "mamba2": replace(_MAMBA, recurrent=hf_fields.MAMBA2),
+    "mamba": replace(hf_fields.MAMBA_MODEL, tied=_TIED),
+    "falcon_mamba": replace(
+        hf_fields.MAMBA_MODEL, tied=_TIED, traits=("norms of steps without weights",)
+    ),
+    "mamba2": replace(hf_fields.MAMBA_MODEL, recurrent=hf_fields.MAMBA2),
     "qwen3_next": replace(
         _QWEN3_HYBRID, groups=("num_key_value_heads", 2), experts=_QWEN_SHARED_EXPERTS
     ),
@@ -362,19 +351,16 @@ TYPES: dict[str, ModelType] = {
         groups=("num_key_value_heads", 8), head_size=("head_dim|attention_head_dim", 128),
         bias=False, gated=False, mlp_bias=("mlp_bias", False), rotary=False, base=None,
         epsilon=("layer_norm_epsilon|norm_eps", 1e-5),
-        experts=ExpertFields(
-            number=("n_routed_experts", 8), per_token=("num_experts_per_tok", 2),
-            width=("moe_intermediate_size", 7688), gated=False,
-            shared=("moe_shared_expert_intermediate_size", 7688), scores="sigmoid",
-            normalized=("norm_topk_prob", True), groups=("n_group", 1),
-            chosen_groups=("topk_group", 1), scale=("routed_scaling_factor", 1.0),
-            choice_bias=True, loss=None,
+        experts=replace(
+            _GLM_EXPERTS, number=("n_routed_experts", 8), per_token=("num_experts_per_tok", 2),
+            width=("moe_intermediate_size", 7688), gated=False, each=False, dense=None,
+            shared=("moe_shared_expert_intermediate_size", 7688),
         ),
         recurrent=hf_fields.NEMOTRON, required=(("moe_latent_size", False),),
         traits=(traits.SQUARED_RELU,),
     ),
     "bamba": replace(
-        _HYBRID, head_size=None,
+        hf_fields.HYBRID_MODEL, head_size=None,
         recurrent=replace(hf_fields.BAMBA, indices="attn_layer_indices"),
         rotary_part=_HALF,
     ),
@@ -385,7 +371,7 @@ TYPES: dict[str, ModelType] = {
         recurrent=replace(hf_fields.BAMBA, kinds="layer_types|layers_block_type"),
     ),
     "falcon_h1": replace(
-        _HYBRID, traits=(_SCALES,),
+        hf_fields.HYBRID_MODEL, traits=(_SCALES,),
         recurrent=replace(
             hf_fields.BAMBA, width=("mamba_d_ssm", 1024), norm=("mamba_rms_norm", False),
             beside=True, output_bias=("projectors_bias", False),
@@ -399,9 +385,9 @@ TYPES: dict[str, ModelType] = {
         ),
         recurrent=hf_fields.JAMBA,
     ),
-    "lfm2": _LFM2,
+    "lfm2": hf_fields.LFM2_MODEL,
     "lfm2_moe": replace(
-        _LFM2, width="intermediate_size", narrowed=False,
+        hf_fields.LFM2_MODEL, width="intermediate_size", narrowed=False,
         experts=ExpertFields(
             number=("num_experts", 32), per_token=("num_experts_per_tok", 4),
             width=("moe_intermediate_size", 1792), dense=("num_dense_layers", 2),

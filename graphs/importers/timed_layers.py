@@ -1,10 +1,7 @@
 """Layers of a model as the script of ``anchor`` timed them on one server."""
 
 import os
-from dataclasses import dataclass
-from typing import ClassVar, Literal
-
-from pydantic import ConfigDict
+from typing import Literal
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
@@ -17,11 +14,9 @@ FORMAT: Literal["stagewright-timed-layers"] = "stagewright-timed-layers"
 VERSION: Literal[1] = 1
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class TimedUpdate:
     """Seconds of the optimizer's step of so many parameters."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     parameters: int
     seconds: float
@@ -31,11 +26,9 @@ class TimedUpdate:
         require_amount(self.seconds, "seconds")
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class TimedCollective:
     """Seconds of a collective of ``bytes`` (the whole) on a group of ranks of one server."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     operation: Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
     ranks: int
@@ -49,15 +42,13 @@ class TimedCollective:
             raise InputError(f"seconds must be above 0, got {self.seconds:g}")
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class TimedLayers:
     """The timings of a model's layers, the optimizer's step and a server's collectives.
 
     ``rates`` are those for what was not timed, ``through`` is the software whose layers were timed,
     ``skipped`` what had no room in memory or too few ranks, or is not the stack's.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     model: TimedModel
     rates: RateSet

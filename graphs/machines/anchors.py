@@ -1,11 +1,7 @@
 """Anchors: the layers of one model as they were timed on one server, in place of computed times."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import log
-from typing import ClassVar
-
-from pydantic import ConfigDict
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
@@ -16,11 +12,9 @@ from stagewright.graphs.models.shards import LayerKind, LayerSplit
 from stagewright.graphs.models.sizes import MAX_SIZE
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class TimedModel:
     """What was timed: a model at a sequence length, on a kind of device, with types of numbers."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     architecture: Architecture
     sequence: int
@@ -38,7 +32,7 @@ class TimedModel:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class TimedLayer:
     """Seconds of a layer at degrees and a number of samples, of the slowest rank.
 
@@ -46,8 +40,6 @@ class TimedLayer:
     rank's part alone. ``input_seconds`` and ``weight_seconds`` are the gradients of inputs and of
     weights. ``low`` and ``high`` are a tenth and nine tenths of the repetitions over their median.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     kind: LayerKind
     tensor: int
@@ -78,14 +70,12 @@ class TimedLayer:
         return LayerSplit(self.tensor, 1, self.expert, self.sequence_parallel)
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Anchor:
     """The timed layers of a model, the optimizer's step, and the links inside a server.
 
     ``server_bytes_per_second`` is None if one rank alone was timed.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     model: TimedModel
     layers: tuple[TimedLayer, ...]

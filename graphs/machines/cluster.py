@@ -26,15 +26,13 @@ FORMAT: Literal["stagewright-cluster"] = "stagewright-cluster"
 VERSION: Literal[1] = 1
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Device:
     """One accelerator: ``name`` is its id in every plan, ``kind`` selects the layers' costs.
 
     ``host_bytes_per_second`` is the bandwidth to host memory in each direction, full duplex; None
     if not known.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     name: str
     kind: str
@@ -56,11 +54,9 @@ class Device:
             require_bandwidth(self.host_bytes_per_second, place + "host_bytes_per_second")
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Link:
     """One kind of link: bandwidth per direction (bytes/s) and latency (s)."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     bandwidth_bytes_per_second: float
     latency_seconds: float = 0.0
@@ -70,15 +66,13 @@ class Link:
         require_amount(self.latency_seconds, "latency_seconds")
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class ServerLinks:
     """Servers of devices: one kind of link inside each server, one between servers.
 
     ``racks`` lists the devices of each rack, which is a union of servers; ``inter`` is then between
     servers of a rack, and ``inter_rack`` between racks.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     servers: tuple[tuple[str, ...], ...]
     intra: Link
@@ -87,15 +81,13 @@ class ServerLinks:
     inter_rack: Link | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class MatrixLinks:
     """Any links: bandwidth[i][j] in bytes/s from device i to device j, None for no direct link.
 
     The diagonal is ignored. ``latency_seconds`` is one number or a matrix of the same shape.
     ``servers`` lists the devices of each server, for planners that use them.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     bandwidth_bytes_per_second: tuple[tuple[float | None, ...], ...]
     latency_seconds: float | tuple[tuple[float, ...], ...] = 0.0

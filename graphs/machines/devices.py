@@ -24,11 +24,8 @@ import csv
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
-
-from pydantic import ConfigDict
+from typing import Literal
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
@@ -55,7 +52,7 @@ MOST_PCIE = 64e9  # bytes/s of 16 lanes of the fifth generation
 _MIN_FLOPS = 1e9  # FLOP/s; anything below is a number of TFLOP/s without its unit
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Accelerator:
     """Peaks, memory and links of one kind of device.
 
@@ -70,8 +67,6 @@ class Accelerator:
     ``nvlink_bytes_per_second`` of one NVLink.
     ``nvlink_domain`` is the most devices that are as near to each other as those of a server.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     name: str
     memory_bytes: float

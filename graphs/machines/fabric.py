@@ -3,10 +3,7 @@
 Ranks are numbered through the levels: those of a server first, then those of a rack.
 """
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
-
-from pydantic import ConfigDict
+from dataclasses import replace
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
@@ -23,15 +20,13 @@ from stagewright.graphs.machines.servers import with_levels
 MAX_GPUS = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Level:
     """Units of ``devices`` devices, and the links between the units of the next lower level in it.
 
     ``bytes_per_second`` is what every device can send out of its unit while all devices do (its
     part of a server's network cards), ``latency_seconds`` what a message takes.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     name: str
     devices: int
@@ -44,15 +39,13 @@ class Level:
         require_amount(self.latency_seconds, f"{self.name}: latency_seconds")
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Fabric:
     """``levels`` from the server outwards; the last holds all devices, of kind ``device``.
 
     ``host_bytes_per_second`` is a device's bandwidth to host memory in each direction, None if not
     known; ``own_kind`` describes the kind if it is the user's own, not one of ``ACCELERATORS``.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     device: str
     memory_bytes: float

@@ -7,12 +7,10 @@ was left out of the fit. ``python -m benchmarks.rates`` makes those of the packa
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar, Literal
-
-from pydantic import ConfigDict
+from typing import Literal
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
@@ -67,7 +65,7 @@ So much holds 9 of 10 of the runs that were predicted by borrowed rates
 """
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Reached:
     """The achieved part of a device's peaks, by what runs on it.
 
@@ -99,8 +97,6 @@ class Reached:
     The exchanges of ZeRO 2 and 3 beside a microbatch's computation slow it down by the part
     ``contention`` of the time that both run: they take multiprocessors and memory bandwidth.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     matmul: float
     half_flops: float
@@ -141,11 +137,9 @@ class Reached:
             raise InputError(f"expert_overlap must be from 0 to 1, got {self.expert_overlap:g}")
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Spread:
     """The least and the largest measured over predicted value that a rate set stands for."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     low: float
     high: float
@@ -165,14 +159,12 @@ class Spread:
         return Spread(min(self.low, other.low), max(self.high, other.high))
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class LeftOut:
     """Errors of ``runs`` of one model, with rates fitted to the other models' runs.
 
     ``error`` is the mean of the absolute, ``bias`` of predicted over measured seconds less one.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     model: str
     runs: int
@@ -180,7 +172,7 @@ class LeftOut:
     bias: float
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class RateSet:
     """What a ``stack`` reaches on the kinds of ``devices`` that were measured, in its ``releases``.
 
@@ -191,8 +183,6 @@ class RateSet:
     sequences of ``longest_sequence``; None: not known. An ``anchor`` has the layers of one model as
     they were timed, and the rates are then of that model alone.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     name: str
     stack: str

@@ -4,17 +4,14 @@ Every value is read from the stack's own code; only a slack of the allocator is 
 figures of memory that torchtitan's benchmarks print.
 """
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
-
-from pydantic import ConfigDict
+from dataclasses import replace
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_amount
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class StackMemory:
     """Which tensors a stack keeps, and in which types.
 
@@ -44,8 +41,6 @@ class StackMemory:
     (Lumi-supercomputer/LUMI-AI-Guide #111). Megatron has communicators of tensor, pipeline and data
     ranks, FSDP of data ranks.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     name: str
     source: str

@@ -8,10 +8,8 @@ keep counts once.
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
-
-from pydantic import ConfigDict
+from dataclasses import replace
+from typing import Literal
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
@@ -59,7 +57,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Architecture:
     """A decoder, or BERT's encoder with the head of its masked language model.
 
@@ -85,8 +83,6 @@ class Architecture:
     lacks, in words.
     ``tuning``: which weights are trained, None for all.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     name: str
     layers: int

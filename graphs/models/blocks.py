@@ -2,9 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
-
-from pydantic import ConfigDict
+from typing import Any
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
@@ -13,7 +11,7 @@ from stagewright.graphs.models.mixers import AnyAttention, AnyMixer
 from stagewright.graphs.models.recurrences import RECURRENT
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Variant:
     """Blocks (counted from 0) that are not as the others of the model, and what they have.
 
@@ -21,8 +19,6 @@ class Variant:
     None stands for the others' ``attention`` or ``feed_forward``. A block without ``fed`` has
     neither feed-forward nor experts; one with a ``feed_forward`` of its own has no experts.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     blocks: frozenset[int]
     mixers: tuple[AnyMixer, ...] | None = None

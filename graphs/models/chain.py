@@ -4,11 +4,10 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ConfigDict
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Floats
@@ -26,7 +25,7 @@ def require_kernel_share(share: float, name: str) -> None:
         raise InputError(f"{name} must be above 0 and at most 1, got {share:g}")
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class LayerCost:
     """Costs of one layer on one kind of device at one microbatch size.
 
@@ -42,8 +41,6 @@ class LayerCost:
     are those of all of them, collectives included, ``saved_bytes`` and ``shard_parameter_bytes``
     those of each. ``output_bytes`` are the whole output's, which each of them holds.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     microbatch_size: int
     forward_seconds: float
@@ -106,15 +103,13 @@ class LayerCost:
         return self.input_gradient_seconds + self.weight_gradient_seconds
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Layer:
     """One layer: its parameters and costs, one entry per tensor degree, device kind and size.
 
     ``min_samples`` is the least number of samples the layer can be run on (None: one); batch
     normalisation over a single value per channel, for example, is undefined.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     name: str
     parameter_bytes: float
@@ -176,7 +171,7 @@ class Layer:
         return tuple(cost for cost in self.costs if cost.degree == degree)
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Chain:
     """A model: layers in the order of the forward.
 
@@ -184,8 +179,6 @@ class Chain:
     ("analytic: ...", "measured: ..."). ``optimizer_bytes_per_parameter_byte`` is the optimizer's
     state: 0 for plain SGD, 1 for momentum, 2 for Adam.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     name: str
     source: str

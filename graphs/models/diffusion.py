@@ -12,10 +12,8 @@ and shift the outputs of norms and scale what attention and feed-forward add. Of
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
-
-from pydantic import ConfigDict
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
@@ -34,15 +32,13 @@ _ATTENTION = (
 _HALF = ("query, key, value", "head norms", "norm 1")  # of a text that ends with the attention
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Text:
     """The ``tokens`` of a sample's text, each a vector of ``width`` that another model made.
 
     ``joint`` text goes through the blocks; its last block may end with the attention. The last
     ``single`` blocks have one stream of text and patches, with the weights of one.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     tokens: int
     width: int
@@ -54,7 +50,7 @@ class Text:
         require_sizes(self)
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Diffusion:
     """Inputs of a diffusion transformer: elements of a patch, and of a time step; classes or text.
 
@@ -62,8 +58,6 @@ class Diffusion:
     as the step is, with ``sizes`` the height, width and ratio of an image, each in a third of the
     hidden size. The ``doubled`` blocks have a second attention, of patches alone (SD 3.5).
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     patch: int
     classes: int | None = None

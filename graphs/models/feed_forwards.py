@@ -1,9 +1,6 @@
 """What a block has beside its mixer: a feed-forward, or experts of which a router chooses some."""
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
-
-from pydantic import ConfigDict
+from dataclasses import replace
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
@@ -18,11 +15,9 @@ from stagewright.graphs.models.sizes import require_sizes
 Operators = dict[str, LayerOperation]
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class FeedForward:
     """Two linear layers, or if ``gated`` act(gate) * up, then down; a ``relu`` keeps its output."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     width: int
     gated: bool = True
@@ -33,7 +28,7 @@ class FeedForward:
         require_sizes(self)
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Experts:
     """Feed-forwards, by default ``gated``, of which a router chooses some for every token.
 
@@ -42,8 +37,6 @@ class Experts:
     ``dense_layers`` (counted from 0) have the plain feed-forward instead. ``bias`` is of the
     experts that are chosen, ``router_bias`` one number per expert.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     number: int
     per_token: int

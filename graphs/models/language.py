@@ -5,6 +5,7 @@ operations, as in 2019). Tied tables (logits that reuse the embedding) are param
 layer that uses them, and tied parameters of every later layer.
 """
 
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from stagewright.graphs.documents.errors import InputError
@@ -23,6 +24,35 @@ from stagewright.graphs.models.operations import (
 )
 
 Attention = Literal["fused", "materialized"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """What an attention is made for: sequences of a microbatch, heads, and how it is computed."""
+
+    samples: int
+    sequence: int
+    hidden: int
+    number: int
+    attention: Attention
+    causal: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Tokens of the microbatch."""
+        return self.samples * self.sequence
+
+    @property
+    def scores(self) -> int:
+        """Elements of the matrices of scores."""
+        return self.samples * self.number * self.sequence * self.sequence
+
+    @property
+    def size(self) -> int:
+        """Elements of a head."""
+        if self.hidden % self.number:
+            raise InputError(f"hidden ({self.hidden}) must be a multiple of heads ({self.number})")
+        return self.hidden // self.number
 
 
 def gpt(
@@ -51,7 +81,7 @@ def gpt(
     ]
     block = [
         norm(width, hidden),
-        *_self_attention(samples, sequence, hidden, heads, attention, causal=True),
+        *_self_attention(_Heads(samples, sequence, hidden, heads, attention, causal=True)),
         norm(width, hidden),
         *_feed_forward(rows, hidden, 4 * hidden),
     ]
@@ -89,7 +119,7 @@ def bert(
         dropout(width),
     ]
     block = [
-        *_self_attention(samples, sequence, hidden, heads, attention),
+        *_self_attention(_Heads(samples, sequence, hidden, heads, attention)),
         norm(width, hidden),
         *_feed_forward(rows, hidden, 4 * hidden),
         norm(width, hidden),
@@ -123,7 +153,7 @@ def xlnet(
     width = rows * hidden
     start = [embedding(rows, vocabulary, hidden), dropout(width)]
     block = [
-        *_relative_attention(samples, sequence, hidden, heads, attention),
+        *_relative_attention(_Heads(samples, sequence, hidden, heads, attention)),
         norm(width, hidden),
         *_feed_forward(rows, hidden, 4 * hidden),
         norm(width, hidden),
@@ -156,11 +186,12 @@ def transformer(
     width = rows * hidden
     lookup = [elementwise(width, operands=2), dropout(width)]
     rest = [norm(width, hidden), *_feed_forward(rows, hidden, 4 * hidden), norm(width, hidden)]
-    encoder = [*_self_attention(samples, sequence, hidden, heads, attention), *rest]
+    each = _Heads(samples, sequence, hidden, heads, attention)
+    encoder = [*_self_attention(each), *rest]
     decoder = [
-        *_self_attention(samples, sequence, hidden, heads, attention, causal=True),
+        *_self_attention(replace(each, causal=True)),
         *rest,
-        *_cross_attention(samples, sequence, hidden, heads, attention),
+        *_cross_attention(each),
         norm(width, hidden),
     ]
     source = embedding(rows, vocabulary, hidden)
@@ -175,84 +206,55 @@ def transformer(
     )
 
 
-def _self_attention(
-    samples: int,
-    sequence: int,
-    hidden: int,
-    heads: int,
-    attention: Attention,
-    *,
-    causal: bool = False,
-) -> list[LayerOperation]:
-    rows = samples * sequence
+def _self_attention(of: _Heads) -> list[LayerOperation]:
     return [
-        dense(rows, hidden, 3 * hidden),
-        *_attend(samples, sequence, hidden, heads, attention, causal=causal),
-        *_projection(rows, hidden, hidden),
+        dense(of.rows, of.hidden, 3 * of.hidden),
+        *_attend(of),
+        *_projection(of.rows, of.hidden, of.hidden),
     ]
 
 
-def _cross_attention(
-    samples: int, sequence: int, hidden: int, heads: int, attention: Attention
-) -> list[LayerOperation]:
-    rows = samples * sequence
+def _cross_attention(of: _Heads) -> list[LayerOperation]:
     return [
-        dense(rows, hidden, hidden),
-        dense(rows, hidden, 2 * hidden),
-        *_attend(samples, sequence, hidden, heads, attention),
-        *_projection(rows, hidden, hidden),
+        dense(of.rows, of.hidden, of.hidden),
+        dense(of.rows, of.hidden, 2 * of.hidden),
+        *_attend(of),
+        *_projection(of.rows, of.hidden, of.hidden),
     ]
 
 
-def _relative_attention(
-    samples: int, sequence: int, hidden: int, heads: int, attention: Attention
-) -> list[LayerOperation]:
+def _relative_attention(of: _Heads) -> list[LayerOperation]:
     """Transformer-XL's attention: the scores have a term from 2s relative positions.
 
     Its three biases and two segment embeddings per head are 5h parameters. With fused attention
     that term is a bias, kept as a matrix of the scores' size.
     """
-    rows, head = samples * sequence, _head_width(hidden, heads)
-    scores = samples * heads * sequence * sequence
-    biases = LayerOperation("memory", 0.0, 4 * rows * hidden, parameters=5 * hidden)
-    if attention == "fused":  # the shift of the relative term writes the bias
-        kernel = fused_attention(samples, heads, sequence, head, bias=True)
-        attended = [elementwise(scores), kernel]
+    biases = LayerOperation("memory", 0.0, 4 * of.rows * of.hidden, parameters=5 * of.hidden)
+    if of.attention == "fused":  # the shift of the relative term writes the bias
+        kernel = fused_attention(of.samples, of.number, of.sequence, of.size, bias=True)
+        attended = [elementwise(of.scores), kernel]
     else:
-        attended = [
-            elementwise(scores, operands=2),
-            *_attend(samples, sequence, hidden, heads, attention),
-        ]
+        attended = [elementwise(of.scores, operands=2), *_attend(of)]
     return [
-        dense(rows, hidden, 3 * hidden, bias=False),
-        dense(2 * sequence, hidden, hidden, bias=False),
+        dense(of.rows, of.hidden, 3 * of.hidden, bias=False),
+        dense(2 * of.sequence, of.hidden, of.hidden, bias=False),
         biases,
-        product(samples * heads, sequence, head, 2 * sequence),
+        product(of.samples * of.number, of.sequence, of.size, 2 * of.sequence),
         *attended,
-        *_projection(rows, hidden, hidden, bias=False),
+        *_projection(of.rows, of.hidden, of.hidden, bias=False),
     ]
 
 
-def _attend(
-    samples: int,
-    sequence: int,
-    hidden: int,
-    heads: int,
-    attention: Attention,
-    *,
-    causal: bool = False,
-) -> list[LayerOperation]:
+def _attend(of: _Heads) -> list[LayerOperation]:
     """Scores, mask, softmax, dropout, and the weighted values."""
-    head = _head_width(hidden, heads)
-    if attention == "fused":
-        return [fused_attention(samples, heads, sequence, head, causal=causal)]
-    scores = samples * heads * sequence * sequence
+    if of.attention == "fused":
+        return [fused_attention(of.samples, of.number, of.sequence, of.size, causal=of.causal)]
     return [
-        product(samples * heads, sequence, head, sequence),
-        elementwise(scores),
-        elementwise(scores, saved=scores),
-        dropout(scores),
-        product(samples * heads, sequence, sequence, head),
+        product(of.samples * of.number, of.sequence, of.size, of.sequence),
+        elementwise(of.scores),
+        elementwise(of.scores, saved=of.scores),
+        dropout(of.scores),
+        product(of.samples * of.number, of.sequence, of.sequence, of.size),
     ]
 
 
@@ -278,9 +280,3 @@ def _tied_logits(rows: int, hidden: int, vocabulary: int) -> list[LayerOperation
     """Logits by the embedding's table, and their softmax in the loss."""
     scores = rows * vocabulary
     return [dense(rows, hidden, vocabulary, tied=True), loss(scores)]
-
-
-def _head_width(hidden: int, heads: int) -> int:
-    if hidden % heads:
-        raise InputError(f"hidden ({hidden}) must be a multiple of heads ({heads})")
-    return hidden // heads

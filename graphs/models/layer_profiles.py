@@ -1,12 +1,12 @@
 """Measured times of a model's layers by device kind, microbatch size and tensor degree."""
 
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
-from pydantic import ConfigDict
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Floats
@@ -15,7 +15,7 @@ from stagewright.graphs.documents.units import MAX_LAYERS, require_amount, requi
 from stagewright.graphs.models.chain import MAX_LAYER_SECONDS
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class LayerSizes:
     """Parameters and activations of each layer on one of ``tensor`` ranks, in forward order.
 
@@ -24,8 +24,6 @@ class LayerSizes:
     of it).
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
-
     tensor: int
     parameters: tuple[float, ...]
     saved_bytes: tuple[float, ...]
@@ -33,15 +31,8 @@ class LayerSizes:
 
     def __post_init__(self) -> None:
         require_count(self.tensor, "tensor", 1 << 20)
-        for name in ("parameters", "saved_bytes", "output_bytes"):
-            values = getattr(self, name)
-            if len(values) != len(self.parameters):
-                raise InputError(
-                    f"tensor degree {self.tensor}: {name} has {len(values)} layers, parameters "
-                    f"{len(self.parameters)}"
-                )
-            for layer, value in enumerate(values):
-                require_amount(value, f"tensor degree {self.tensor}: {name}[{layer}]")
+        names = ("parameters", "saved_bytes", "output_bytes")
+        _require_layers(self, f"tensor degree {self.tensor}", names)
 
 
 FORMAT: Literal["stagewright-layer-profiles"] = "stagewright-layer-profiles"
@@ -50,15 +41,13 @@ _MAX_DEGREE = 1 << 12
 _PRECISIONS = ("fp32", "fp16", "bf16")
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Measured:
     """Seconds of every layer for a microbatch on a group of ``tensor`` devices of one kind.
 
     Exchanges within the group are part of the times. ``update_seconds`` are the optimizer's step
     on a rank's parameters of the layer.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     device_kind: str
     microbatch_size: int
@@ -70,19 +59,8 @@ class Measured:
     def __post_init__(self) -> None:
         require_count(self.microbatch_size, f"{self.place}: microbatch_size", 1 << 20)
         require_count(self.tensor, f"{self.place}: tensor", _MAX_DEGREE)
-        for name in ("forward_seconds", "backward_seconds", "update_seconds"):
-            values = getattr(self, name)
-            if len(values) != len(self.forward_seconds):
-                raise InputError(
-                    f"{self.place}: {name} has {len(values)} layers, forward_seconds "
-                    f"{len(self.forward_seconds)}"
-                )
-            for layer, value in enumerate(values):
-                require_amount(value, f"{self.place}: {name}[{layer}]")
-                if value > MAX_LAYER_SECONDS:
-                    raise InputError(
-                        f"{self.place}: {name}[{layer}] is {value:g} s: times are seconds"
-                    )
+        names = ("forward_seconds", "backward_seconds", "update_seconds")
+        _require_layers(self, self.place, names, MAX_LAYER_SECONDS)
 
     @property
     def place(self) -> str:
@@ -91,6 +69,21 @@ class Measured:
             f"{self.device_kind}, microbatches of {self.microbatch_size}, tensor degree "
             f"{self.tensor}"
         )
+
+
+def _require_layers(
+    of: object, place: str, names: tuple[str, ...], most_seconds: float = math.inf
+) -> None:
+    """Refuse fields of other lengths than the first has, and values that cannot be."""
+    layers = len(getattr(of, names[0]))
+    for name in names:
+        values = getattr(of, name)
+        if len(values) != layers:
+            raise InputError(f"{place}: {name} has {len(values)} layers, {names[0]} {layers}")
+        for layer, value in enumerate(values):
+            require_amount(value, f"{place}: {name}[{layer}]")
+            if value > most_seconds:
+                raise InputError(f"{place}: {name}[{layer}] is {value:g} s: times are seconds")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,14 +95,12 @@ class LayerTimes:
     update: Floats
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class LayerProfiles:
     """All measurements of one model; ``sizes`` by tensor degree, where they are known.
 
     ``precision`` is that of the training that was measured: fp32, fp16 or bf16.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     name: str
     source: str

@@ -1,9 +1,9 @@
 """What mixes the tokens in a block of a transformer: attention or a recurrence."""
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, TypeAlias
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
-from pydantic import ConfigDict, Tag
+from pydantic import Tag
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from stagewright.graphs.models.architecture import Architecture
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class GroupedAttention:
     """Attention in which every key-value head serves ``heads / key_value_heads`` query heads.
 
@@ -33,8 +33,6 @@ class GroupedAttention:
     projection makes a gate of the output too (Qwen3-Next). Without ``key_bias`` the projection to
     keys has no bias where the others have one (Whisper).
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     heads: int
     key_value_heads: int
@@ -56,7 +54,7 @@ class GroupedAttention:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1), as it is trained.
 
@@ -65,8 +63,6 @@ class LatentAttention:
     and keys, and ``value_size`` of values; all heads share the rotary part of the keys. ``bias``
     is of the projections to the latent vectors and of the one back.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     heads: int
     key_value_rank: int

@@ -5,10 +5,8 @@ that of matrix products, at least that of its moved bytes: no rate set was fitte
 keeps is what its published fused kernel keeps; each is named at its operators.
 """
 
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NamedTuple, TypeAlias
-
-from pydantic import ConfigDict
+from dataclasses import replace
+from typing import Literal, NamedTuple, TypeAlias
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
@@ -35,7 +33,7 @@ _SHAPES: dict[Rule, _Shape] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Recurrence:
     """A mixer whose heads each have a state of ``state_size`` x ``head_size``, computed in chunks.
 
@@ -47,8 +45,6 @@ class Recurrence:
     values, keys and queries. ``bias`` is of the projection in, ``output_bias`` of the one back;
     without ``norm`` the output is gated alone.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     rule: Rule
     heads: int
@@ -83,14 +79,12 @@ class Recurrence:
         return 2 * self.groups * self.state_size
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class SelectiveScan:
     """Mamba's mixer: a diagonal state of ``state_size`` for every element (Gu and Dao 2023).
 
     Steps come from a projection to ``step_rank``; with ``norms`` it, B and C are normed (Jamba).
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     width: int
     state_size: int
@@ -104,11 +98,9 @@ class SelectiveScan:
         require_sizes(self)
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class ShortConvolution:
     """A causal convolution of ``kernel`` tokens between two gates (LFM2)."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     width: int
     kernel: int

@@ -1,23 +1,19 @@
 """Values of a model that change no cost: exports carry them to the framework that trains it."""
 
 import math
-from dataclasses import dataclass, fields
-from typing import ClassVar, Literal
-
-from pydantic import ConfigDict
+from dataclasses import fields
+from typing import Literal
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class RotaryScaling:
     """How rotary positions reach longer sequences than those of pre-training.
 
     The fields are those of transformers' ``rope_parameters``; None is the default of the ``kind``.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     kind: str
     factor: float
@@ -37,7 +33,7 @@ class RotaryScaling:
                 raise InputError(f"{field.name} must be finite and from 0, got {value}")
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Routing:
     """How a router scores experts and chooses among them.
 
@@ -45,8 +41,6 @@ class Routing:
     ``scale``. Of ``groups`` of experts only ``chosen_groups`` are considered for a token. A
     ``choice_bias`` per expert evens the load without a loss; ``loss`` is the factor of a loss.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     scores: Literal["softmax", "sigmoid"] = "softmax"
     normalized: bool = True
@@ -62,15 +56,13 @@ class Routing:
         return self.groups is not None and self.groups > 1
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Stated:
     """What a configuration states beside the sizes; None: not known, or not there.
 
     ``rotary_part`` of every head is rotated. Scores of attention and logits are capped at
     ``score_cap`` and ``logit_cap``.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     rotary_part: float | None = None
     rotary_scaling: RotaryScaling | None = None

@@ -5,10 +5,8 @@ head. Until the first block of the decoder its embedded tokens go along from blo
 it go the outputs of an encoder, which every block of its decoder attends to.
 """
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
-
-from pydantic import ConfigDict
+from dataclasses import field, replace
+from typing import TYPE_CHECKING, Literal
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
@@ -29,15 +27,13 @@ if TYPE_CHECKING:
     from stagewright.graphs.models.architecture import Architecture
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Projection:
     """A linear layer before or after a tower's blocks, on so many ``vectors`` of an input.
 
     ``norm`` is the width of a norm before it, of scales alone or of the tower's kind; an
     ``activation`` follows it.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     vectors: int
     inputs: int
@@ -51,7 +47,7 @@ class Projection:
         require_sizes(self)
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Tower:
     """The first ``layers`` blocks of a model, of their own width; attention is to all tokens.
 
@@ -68,8 +64,6 @@ class Tower:
     as many of the decoder's sequence. Without outputs the decoder's blocks attend to those of the
     last block.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     layers: int
     hidden: int

@@ -8,9 +8,7 @@ input x, with A of ``rank`` rows and B of ``rank`` columns, both in the type of 
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
-
-from pydantic import ConfigDict
+from typing import TYPE_CHECKING
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
@@ -40,7 +38,7 @@ ALIASES = {
 """Names of Megatron-Bridge and torchtune, and PEFT's for the same layer."""
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Tuning:
     """The frozen layers, and the adapters.
 
@@ -50,8 +48,6 @@ class Tuning:
     group: A by its rows and B by its outputs, or with a product whose inputs are divided A by its
     inputs (Megatron-Bridge, ``ParallelLinearAdapter``).
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     embedding: bool = False
     head: bool = False

@@ -3,10 +3,7 @@
 import itertools
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import ClassVar, Literal
-
-from pydantic import ConfigDict
+from typing import Literal
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
@@ -21,15 +18,13 @@ _LAST_ARRIVAL = 1e9  # seconds
 Discipline = Literal["fairness", "fifo"]
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Job:
     """A training job: ``steps`` iterations of ``model`` on ``scale`` accelerators at once.
 
     ``weight`` is its share relative to other jobs, ``arrival_seconds`` its time of arrival,
     ``slo_seconds`` its deadline relative to that, ``entity`` its owner.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     name: str
     model: str
@@ -57,14 +52,12 @@ class Job:
                     raise InputError(f"{place}{field} must be more than zero, got 0")
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Entity:
     """An organisation or user that owns jobs or other entities and divides its share among them.
 
     ``fairness`` divides by weight; ``fifo`` serves its jobs in order of arrival.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     name: str
     weight: float = 1.0
@@ -77,15 +70,13 @@ class Entity:
             raise InputError(f"entity {self.name!r}: weight must be more than zero, got 0")
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Rate:
     """Steps per second of ``model`` on ``scale`` accelerators of one type.
 
     ``spread_steps_per_second`` is the rate on accelerators of different servers, if known; 0
     means that the model does not run there.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     model: str
     scale: int
@@ -101,11 +92,9 @@ class Rate:
             require_amount(self.spread_steps_per_second, place + "spread_steps_per_second")
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class PairRate:
     """Steps per second of two models that share ``scale`` accelerators, in the models' order."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     models: tuple[str, str]
     scale: int
@@ -126,11 +115,9 @@ class PairRate:
                 )
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Throughputs:
     """How fast models run, alone and in pairs."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     alone: tuple[Rate, ...]
     pairs: tuple[PairRate, ...] = ()
@@ -160,11 +147,9 @@ def _require_unique(keys: Iterable[tuple[object, ...]]) -> None:
         seen.add(key)
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Workload:
     """Jobs in order of arrival, their throughputs, and the entities that own them."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     jobs: tuple[Job, ...]
     throughputs: Throughputs

@@ -2,11 +2,8 @@
 
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
-
-from pydantic import ConfigDict
+from typing import Literal
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
@@ -23,14 +20,12 @@ _SPELLING = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Accelerator:
     """One type of accelerator: their number, number per server, and dollars per hour of one.
 
     ``per_server`` is None where servers do not matter, ``dollars_per_hour`` where cost does not.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     name: str
     count: int
@@ -58,11 +53,9 @@ class Accelerator:
         return self.count // (self.per_server or self.count)
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Pool:
     """The accelerators of a cluster, by type."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     accelerators: tuple[Accelerator, ...]
     format: Literal["stagewright-pool"] = FORMAT

@@ -9,9 +9,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
-
-from pydantic import ConfigDict
+from typing import Literal
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
@@ -23,15 +21,13 @@ MAX_GPUS = 1024
 HOUR = 3600.0
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Instance:
     """An instance type in a region or zone, with ``gpus`` GPUs of kind ``gpu``.
 
     ``name`` is the provider's name of the type. ``zone`` is None where the price is the region's,
     ``on_demand`` (dollars per hour) where it is not known.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     provider: str
     region: str
@@ -55,15 +51,13 @@ class Instance:
         return f"{self.provider}/{self.zone or self.region}/{self.name}"
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class PriceSeries:
     """A step function: from ``seconds[i]`` on the instance costs ``dollars_per_hour[i]``.
 
     The last price holds until ``until_seconds``; before the first and from then on the price is
     not known.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     instance: Instance
     seconds: tuple[float, ...]
@@ -121,11 +115,9 @@ class PriceSeries:
         return total
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Market:
     """The price series of all instances that can be rented."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     series: tuple[PriceSeries, ...]
     format: Literal["stagewright-prices"] = FORMAT

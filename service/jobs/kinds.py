@@ -17,7 +17,6 @@ from stagewright.service.clusters.requests import (
     RoundsRequest,
     SimulateClusterRequest,
 )
-from stagewright.service.layouts.calibrating import CalibrateRequest
 from stagewright.service.layouts.configured import (
     CalibrateRunsRequest,
     ConfiguredRequest,
@@ -26,8 +25,9 @@ from stagewright.service.layouts.configured import (
     TuneModelRequest,
 )
 from stagewright.service.layouts.profiled import ProfiledRequest
-from stagewright.service.layouts.requests import LayoutRequest, MemoryRequest, TuneRequest
-from stagewright.service.layouts.tuning import TuneReadRequest
+from stagewright.service.layouts.rates import CalibrateRequest
+from stagewright.service.layouts.requests import LayoutRequest, MemoryRequest
+from stagewright.service.layouts.tuning import TuneReadRequest, TuneRequest
 from stagewright.service.operators.dividing import DivideRequest
 from stagewright.service.operators.plans import PlaceRequest
 from stagewright.service.pipelines.requests import PartitionRequest, PlanRequest
@@ -120,7 +120,7 @@ KINDS: dict[str, JobKind] = {
     "memory": JobKind(MemoryRequest, "layouts.explaining:layout_memory",
         "The memory of a layout.", "layouts.requests:require_problem",
         configured=LayoutMemoryRequest),
-    "calibrate": JobKind(CalibrateRequest, "layouts.calibrating:calibrate",
+    "calibrate": JobKind(CalibrateRequest, "layouts.rates:calibrate",
         "Rates of your own runs.", configured=CalibrateRunsRequest),
     "tune": JobKind(TuneRequest, "layouts.tuning:tune", "Layouts to try on the machines.",
         "layouts.tuning:require_problem", configured=TuneModelRequest),

@@ -6,6 +6,7 @@ configuration is read by the table of model types, and rates and devices are nam
 
 import json
 from abc import abstractmethod
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, model_validator
@@ -16,7 +17,6 @@ from stagewright.formulations.prices.computing import PrecisionName
 from stagewright.graphs.documents.errors import InputError, naming
 from stagewright.graphs.machines.stack_memory import STACK_MEMORY
 from stagewright.graphs.models.architecture import Architecture
-from stagewright.service.layouts.calibrating import CalibrateRequest
 from stagewright.service.layouts.inputs import (
     DegreeInputs,
     FailureInputs,
@@ -28,14 +28,14 @@ from stagewright.service.layouts.inputs import (
     needed,
 )
 from stagewright.service.layouts.problems import training_problem
+from stagewright.service.layouts.rates import CalibrateRequest
 from stagewright.service.layouts.requests import (
     LayoutRequest,
     LayoutSearch,
     LayoutText,
     MemoryRequest,
-    TuneRequest,
-    TuneSearch,
 )
+from stagewright.service.layouts.tuning import TuneRequest, TuneSearch
 from stagewright.service.options import Option
 from stagewright.service.requests import Request
 
@@ -224,6 +224,13 @@ class MeasuredRun(Request):
     memory_bytes: float | None = None
 
 
+def iterations(runs: Iterable[MeasuredRun]) -> "tuple[MeasuredIteration, ...]":
+    """The measured iterations, each with its place among the ``runs``."""
+    from stagewright.graphs.importers.measured_runs import MeasuredIteration
+
+    return tuple(MeasuredIteration(f"runs[{i}]", **one.given()) for i, one in enumerate(runs))
+
+
 class CalibrateRunsRequest(ConfiguredRequest, CalibrateInputs):
     """Make a rate set of your own from two or three measured iterations."""
 
@@ -236,11 +243,6 @@ class CalibrateRunsRequest(ConfiguredRequest, CalibrateInputs):
 
     def whole(self) -> CalibrateRequest:
         """The fit to the runs."""
-        from stagewright.graphs.importers.measured_runs import MeasuredIteration
-
         model = self.model()
-        runs = tuple(
-            self.run(MeasuredIteration(f"runs[{i}]", **one.given()), model)
-            for i, one in enumerate(self.runs)
-        )
+        runs = tuple(self.run(one, model) for one in iterations(self.runs))
         return CalibrateRequest.of(runs=runs, name=self.name, source=self.source)

@@ -111,7 +111,7 @@ class ProfiledAnswer(NotebookAnswer):
 
     def shown(self) -> ShownAnswer:
         """What a notebook shows."""
-        from stagewright.service.layouts.told import shown_profiled
+        from stagewright.service.layouts.told.measured import shown_profiled
 
         return shown_profiled(self)
 

@@ -36,7 +36,8 @@ LayoutText = Annotated[
 """A layout, or its text such as "p8 t8 d2 b1 v3 full sp zero1"."""
 
 
-def _frameworks() -> list[Any]:
+def frameworks() -> list[Any]:
+    """The names of frameworks, for completion; last that of a plan."""
     from stagewright.executor.export.layouts import EVERY_FORMAT
 
     return [*EVERY_FORMAT]
@@ -50,7 +51,7 @@ class LayoutSearch(Request):
     framework: Annotated[
         str | None,
         Option("--for", form="FRAMEWORK"),
-        Field(json_schema_extra=lambda schema: schema.update(examples=_frameworks())),
+        Field(json_schema_extra=lambda schema: schema.update(examples=frameworks())),
     ] = None
     """Only layouts that can be exported to it: megatron, megatron-bridge, nemo, torchtitan,
     deepspeed, accelerate, axolotl, trl, transformers, nnscaler; plan: a plan of stages, for
@@ -136,8 +137,7 @@ class LayoutRequest(LayoutSearch):
     def searched_features(self) -> tuple[Feature, ...]:
         """The features that layouts of the search may have."""
         unknown = unmeasured(self.problem) if self.prefer == "surest" else ()
-        has = self.searched.features(self.problem)
-        return tuple(one for one in has if one not in unknown)
+        return tuple(one for one in self.searched.features(self.problem) if one not in unknown)
 
     def require_problem(self) -> None:
         """Refuse a model or a precision of which the framework can express no layout."""
@@ -161,50 +161,6 @@ class LayoutRequest(LayoutSearch):
 def require_problem(request: "LayoutRequest | MemoryRequest") -> None:
     """Refuse what no search can answer; see the request's own."""
     request.require_problem()
-
-
-class TuneSearch(Request):
-    """What is tried, of any problem."""
-
-    framework: Annotated[
-        str,
-        Option("--for", form="FRAMEWORK"),
-        Field(json_schema_extra=lambda schema: schema.update(examples=_frameworks()[:-1])),
-    ] = "megatron"
-    """What trains: megatron, megatron-bridge, nemo, torchtitan, deepspeed, accelerate, axolotl,
-    trl, transformers, nnscaler."""
-    candidates: int = Field(default=300, ge=1, le=2000)
-    """The most layouts to correct; about all others there is a bound."""
-    parallel: int = Field(default=1, ge=1, le=64)
-    """Trials at the same time, on as many groups of machines."""
-    time_limit: float = 60.0
-    """Time limit of the search in seconds."""
-
-
-class TuneRequest(TuneSearch):
-    """Find the layouts that are worth a trial, and the first ones to try."""
-
-    problem: TrainingProblem
-    space: Space = Space()
-
-    @model_validator(mode="after")
-    def _require_launches(self) -> Self:
-        if self.framework == "plan":
-            raise InputError(
-                "framework plan has no launch files to try: use stagewright run and compare"
-            )
-        self.layouts()
-        return self
-
-    def layouts(self) -> LayoutRequest:
-        """The search for the candidates."""
-        return LayoutRequest.of(
-            problem=self.problem,
-            space=replace(self.space, uneven=False),
-            framework=self.framework,
-            time_limit=self.time_limit,
-            by_stage=False,
-        )
 
 
 class RankMemoryAnswer(Answer):
@@ -392,7 +348,7 @@ class LayoutAnswer(NotebookAnswer):
 
     def shown(self) -> ShownAnswer:
         """What a notebook shows."""
-        from stagewright.service.layouts.told import shown_layouts
+        from stagewright.service.layouts.told.layouts import shown_layouts
 
         return shown_layouts(self)
 
@@ -438,6 +394,6 @@ class LayoutMemoryAnswer(NotebookAnswer):
 
     def shown(self) -> ShownAnswer:
         """What a notebook shows."""
-        from stagewright.service.layouts.told import shown_memory
+        from stagewright.service.layouts.told.layouts import shown_memory
 
         return shown_memory(self)

@@ -32,14 +32,15 @@ from stagewright.graphs.documents.units import format_seconds
 from stagewright.graphs.machines.rates import Feature
 from stagewright.graphs.models.traits import remarks_on
 from stagewright.service.layouts.explaining import explain, layout_row
-from stagewright.service.layouts.goodput import Ranking, iterations_of, ranked_layouts
-from stagewright.service.layouts.machines import (
+from stagewright.service.layouts.further import (
+    RefinedLayouts,
     front_of,
     least_too_large,
+    refined_layouts,
     states_too_large,
     what_if,
 )
-from stagewright.service.layouts.refined import RefinedLayouts, refined_layouts
+from stagewright.service.layouts.goodput import Ranking, iterations_of, ranked_layouts
 from stagewright.service.layouts.requests import (
     FrontPoint,
     LayoutAnswer,

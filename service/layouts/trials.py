@@ -22,8 +22,13 @@ from stagewright.formulations.forms.answers import StopToken, is_stopped
 from stagewright.formulations.parallelism.trials import Trial, Tuning, save_tuning
 from stagewright.graphs.documents.documents import to_json
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service.layouts.requests import TuneRequest
-from stagewright.service.layouts.tuning import TuneAnswer, answer_of, said_class, tuning_of
+from stagewright.service.layouts.tuning import (
+    TuneAnswer,
+    TuneRequest,
+    answer_of,
+    said_class,
+    tuning_of,
+)
 from stagewright.solvers.parallelism.tree import compiled_walk
 from stagewright.solvers.parallelism.tuner import standing_of
 

@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Self, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from stagewright.formulations.forms.answers import Deadline, Status, StopToken
 from stagewright.formulations.parallelism.layout import parse_layout
+from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.parallelism.trials import (
     MARGIN,
     Candidate,
@@ -18,7 +19,7 @@ from stagewright.formulations.parallelism.trials import (
     Tuning,
 )
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import counted, format_bytes, format_seconds
+from stagewright.graphs.documents.units import counted, format_seconds
 from stagewright.service.answers import (
     CARRIED,
     Answer,
@@ -27,16 +28,60 @@ from stagewright.service.answers import (
     NotebookAnswer,
     ShownAnswer,
 )
-from stagewright.service.layouts.requests import TuneRequest
+from stagewright.service.layouts.requests import LayoutRequest, frameworks
+from stagewright.service.options import Option
 from stagewright.service.requests import Request
+from stagewright.solvers.parallelism.space import Space
 
 if TYPE_CHECKING:
     from stagewright.solvers.parallelism.tuner import Corrected, Standing
 
-SHOWN = 10
-"""Layouts that may still win, in the table."""
 TOLD = "trials"
 """Where a trial is written that is but a line of a request."""
+
+
+class TuneSearch(Request):
+    """What is tried, of any problem."""
+
+    framework: Annotated[
+        str,
+        Option("--for", form="FRAMEWORK"),
+        Field(json_schema_extra=lambda schema: schema.update(examples=frameworks()[:-1])),
+    ] = "megatron"
+    """What trains: megatron, megatron-bridge, nemo, torchtitan, deepspeed, accelerate, axolotl,
+    trl, transformers, nnscaler."""
+    candidates: int = Field(default=300, ge=1, le=2000)
+    """The most layouts to correct; about all others there is a bound."""
+    parallel: int = Field(default=1, ge=1, le=64)
+    """Trials at the same time, on as many groups of machines."""
+    time_limit: float = 60.0
+    """Time limit of the search in seconds."""
+
+
+class TuneRequest(TuneSearch):
+    """Find the layouts that are worth a trial, and the first ones to try."""
+
+    problem: TrainingProblem
+    space: Space = Space()
+
+    @model_validator(mode="after")
+    def _require_launches(self) -> Self:
+        if self.framework == "plan":
+            raise InputError(
+                "framework plan has no launch files to try: use stagewright run and compare"
+            )
+        self.layouts()
+        return self
+
+    def layouts(self) -> LayoutRequest:
+        """The search for the candidates."""
+        return LayoutRequest.of(
+            problem=self.problem,
+            space=replace(self.space, uneven=False),
+            framework=self.framework,
+            time_limit=self.time_limit,
+            by_stage=False,
+        )
 
 
 def _trial(given: Any) -> Any:
@@ -130,15 +175,16 @@ class TuneAnswer(NotebookAnswer):
 
     def shown(self) -> ShownAnswer:
         """What a notebook shows; a frame has what was tried, what is next, and what is open."""
+        from stagewright.service.layouts.told.measured import standing_lines, tuned_tables
+
         rows = [{"state": one.outcome, **one.model_dump(exclude={"outcome"})} for one in self.tried]
         upcoming = {one.layout for one in self.next}
         rows += [
             {"state": "next" if one.layout in upcoming else "open", **one.model_dump()}
             for one in self.open
         ]
-        return ShownAnswer(
-            [*standing_lines(self)], next(tuned_tables(self), AnswerTable("", (), ())), rows
-        )
+        table = next(tuned_tables(self), AnswerTable("", (), ()))
+        return ShownAnswer([*standing_lines(self)], table, rows)
 
 
 def require_problem(request: TuneRequest) -> None:
@@ -328,68 +374,3 @@ def _said(tuning: Tuning, standing: "Standing", rates_runs: int, rates_wrong: in
             f"{rates_wrong} of the {rates_runs} runs left out of their fit"
         )
     return said
-
-
-# --- What is shown -------------------------------------------------------------------------------
-
-
-def tuned_tables(answer: TuneAnswer) -> Iterator[AnswerTable]:
-    """What was tried, and what may still win."""
-    if answer.tried:
-        rows = [
-            (
-                one.layout, one.outcome if one.seconds is None else format_seconds(one.seconds),
-                "-" if one.predicted_seconds is None else format_seconds(one.predicted_seconds),
-                "" if one.memory_bytes is None else format_bytes(one.memory_bytes),
-            )
-            for one in answer.tried
-        ]  # fmt: skip
-        head = ("<layout", "measured", "predicted", "memory")
-        yield AnswerTable("What was tried", head, rows)
-    if answer.open and not answer.stop:
-        yield _open_table(answer)
-
-
-def _open_table(answer: TuneAnswer) -> AnswerTable:
-    """The first layouts that may still win; before any run predictions are all there is."""
-    shown, all_ = answer.open[:SHOWN], len(answer.open)
-    title = "What may still win" + (f": {len(shown)} of {all_}" if len(shown) < all_ else "")
-    if answer.best is None:
-        first = [
-            (one.layout, format_seconds(one.predicted_seconds), f"{one.fits:.0%}") for one in shown
-        ]
-        return AnswerTable(title, ("<layout", "predicted", "fits"), first)
-    head = ("<layout", "corrected", "9 of 10 within", "saves", "fits")
-    rows = [
-        (
-            one.layout, format_seconds(one.seconds),
-            f"{format_seconds(one.seconds_low)} - {format_seconds(one.seconds_high)}",
-            f"at most {one.gain or 0:.0%}", f"{one.fits:.0%}",
-        )
-        for one in shown
-    ]  # fmt: skip
-    return AnswerTable(title, head, rows)
-
-
-def standing_lines(answer: TuneAnswer) -> Iterator[str]:
-    """The best so far, whether to stop, and what is next."""
-    if answer.best is not None:
-        yield f"best so far: {answer.best.layout}, {format_seconds(answer.best.seconds or 0)}"
-    yield answer.said
-    if answer.broken is not None:
-        yield answer.broken
-    elif not answer.stop:
-        yield from (f"next: {one.layout}" for one in answer.next)
-
-
-def about_lines(answer: TuneAnswer) -> Iterator[str]:
-    """What the answer speaks of."""
-    rest = "there is no other"
-    if answer.rest_seconds is not None:
-        rest = f"every other takes {format_seconds(answer.rest_seconds)} or more as predicted"
-    known = counted(answer.candidates, "layout is", "layouts are")
-    yield f"{known} corrected, {rest} ({answer.proved_by})"
-    if answer.left_out:
-        yield f"{counted(answer.left_out, 'does', 'do')} not fit, as far as the runs tell"
-    yield f"rates: {answer.rates}"
-    yield f"class: {answer.plan_class}"

@@ -112,8 +112,7 @@ class Tree:
             share = layers // found.stages
             few = (found.stages <= 2) | (found.middle == share) | (found.middle == share + 1)
             near = found.only(few).table()
-            others = found.only(found.stages > 2)
-            self._tables[left] = near.only(near.is_nearly_even), others
+            self._tables[left] = near.only(near.is_nearly_even), found.only(found.stages > 2)
         return self._tables[left]
 
     def _sized(self, left: int, samples: int, schedule: Schedule) -> Sized | None:

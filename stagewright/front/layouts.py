@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from stagewright.formulations.parallelism.training import TrainingProblem
     from stagewright.formulations.parallelism.trials import Trial, Tuning
     from stagewright.graphs.models.architecture import Architecture
-    from stagewright.service.layouts.calibrating import CalibrateAnswer
     from stagewright.service.layouts.frontier import FrontierAnswer
     from stagewright.service.layouts.profiled import ProfiledAnswer
+    from stagewright.service.layouts.rates import CalibrateAnswer
     from stagewright.service.layouts.requests import LayoutAnswer, LayoutMemoryAnswer
     from stagewright.service.layouts.tuning import TuneAnswer
     from stagewright.solvers.parallelism.space import Space
@@ -119,7 +119,7 @@ def train_plan(
         raise InputError(
             "train_plan needs a problem, or a config with device and gpus; one of both"
         )
-    if problem is None:
+    if config is not None:
         architecture = _architecture(config)
         changed = {} if failures is None else {"failures": failures}
         request = TrainPlanInputs.of(**fields, **_read(options)).layouts_of(architecture, **changed)
@@ -152,16 +152,12 @@ def frontier(
     ----------
     problems
         See :func:`training_problem`.
-    space, framework, by_stage, tokens, failures
-        See :func:`train_plan`.
+    space, framework, by_stage, tokens, failures, time_limit, stop
+        See :func:`train_plan`; the limit is of each search.
     price
         Dollars of a GPU-hour.
     deadline_seconds
         Choose the cheapest layout that trains all tokens in so many seconds.
-    time_limit
-        Seconds of the search of each problem.
-    stop
-        Ends the searches once it is set; the answer is then the best so far.
 
     Returns
     -------
@@ -175,17 +171,13 @@ def frontier(
     InputError
         If an argument is out of range.
     """
+    fields = fields_of(locals(), "problems", "space", "price", "deadline_seconds", "stop")
     from stagewright.service.layouts.frontier import FrontierRequest, find_frontier
     from stagewright.service.layouts.requests import LayoutRequest
     from stagewright.solvers.parallelism.space import Space
 
-    layouts = tuple(
-        LayoutRequest.of(
-            problem=problem, space=space or Space(), framework=framework, by_stage=by_stage,
-            tokens=tokens, failures=failures, time_limit=time_limit,
-        )
-        for problem in problems
-    )  # fmt: skip
+    space = space or Space()
+    layouts = tuple(LayoutRequest.of(problem=one, space=space, **fields) for one in problems)
     request = FrontierRequest.of(layouts=layouts, price=price, deadline_seconds=deadline_seconds)
     return find_frontier(request, stop)
 
@@ -261,34 +253,25 @@ def calibrate(
     InputError
         If a run cannot be, with its place.
     """
-    from stagewright.graphs.importers.measured_runs import MeasuredIteration, read_measured
-    from stagewright.service.layouts.calibrating import CalibrateRequest
-    from stagewright.service.layouts.calibrating import calibrate as fit
-    from stagewright.service.layouts.configured import CalibrateInputs, MeasuredRun
+    from stagewright.graphs.importers.measured_runs import read_measured
+    from stagewright.service.layouts.configured import CalibrateInputs, MeasuredRun, iterations
+    from stagewright.service.layouts.rates import CalibrateRequest
+    from stagewright.service.layouts.rates import calibrate as fit
 
     inputs, architecture = CalibrateInputs.of(**_read(options)), _architecture(config)
-    measured = (
-        [
-            MeasuredIteration(f"runs[{i}]", **MeasuredRun.of(**one).given())
-            for i, one in enumerate(runs)
-        ]
-        if not isinstance(runs, str | PathLike)
-        else read_measured(runs)
-    )
-    source = "measured" if not isinstance(runs, str | PathLike) else fspath(runs)
+    if isinstance(runs, str | PathLike):
+        measured, source = read_measured(runs), fspath(runs)
+    else:
+        measured, source = iterations(MeasuredRun.of(**one) for one in runs), "measured"
     made = tuple(inputs.run(one, architecture) for one in measured)
     return fit(CalibrateRequest.of(runs=made, name=name, source=source))
 
 
-def _architecture(config: "str | PathLike[str] | Architecture | None") -> "Architecture":
+def _architecture(config: "str | PathLike[str] | Architecture") -> "Architecture":
     """The architecture, of a configuration if it is not one."""
-    from stagewright.graphs.models.architecture import Architecture
     from stagewright.service.architectures import read_architecture
 
-    if isinstance(config, Architecture):
-        return config
-    assert config is not None
-    return read_architecture(config)
+    return read_architecture(config) if isinstance(config, str | PathLike) else config
 
 
 def _read(options: dict[str, Any]) -> dict[str, Any]:
@@ -297,13 +280,10 @@ def _read(options: dict[str, Any]) -> dict[str, Any]:
     from stagewright.graphs.machines.devices import read_kind
     from stagewright.graphs.machines.rates import rates_named
 
-    readers = {"device": read_kind, "rates": rates_named}
     found = fields_of(options)
-    for name, read in readers.items():
-        if isinstance(found.get(name), str):
-            found[name] = read(found[name])
-    if isinstance(found.get("cluster"), str | PathLike):
-        found["cluster"] = load_cluster(found["cluster"])
+    for name, read in (("device", read_kind), ("rates", rates_named), ("cluster", load_cluster)):
+        if isinstance(found.get(name), str | PathLike):
+            found[name] = read(fspath(found[name]))
     return found
 
 
@@ -323,18 +303,14 @@ def tune(
     ----------
     problem
         See :func:`training_problem`; give it the framework too.
-    space
-        The layouts to consider; None for all that the model, the batch and the devices allow.
     framework
         What trains.
     candidates
         The most layouts to correct; about all others there is a bound.
     parallel
         Trials at the same time.
-    time_limit
-        Of the search, in seconds.
-    stop
-        Ends the search once it is set; the candidates are then those found so far.
+    space, time_limit, stop
+        See :func:`train_plan`; stopped, the candidates are those found so far.
 
     Returns
     -------
@@ -348,7 +324,7 @@ def tune(
         If no layout obeys the rules of the model, the batch and the devices, or may fit.
     """
     fields = fields_of(locals(), "stop")
-    from stagewright.service.layouts.requests import TuneRequest
+    from stagewright.service.layouts.tuning import TuneRequest
     from stagewright.service.layouts.tuning import tune as first
     from stagewright.solvers.parallelism.space import Space
 
@@ -393,10 +369,8 @@ def profiled_train_plan(
     ----------
     problem
         See :func:`profiled_problem`.
-    time_limit
-        Seconds of the search.
-    stop
-        Ends the search once it is set; the answer is then the best so far.
+    time_limit, stop
+        See :func:`train_plan`.
 
     Returns
     -------

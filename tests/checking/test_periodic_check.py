@@ -429,9 +429,12 @@ def bound_above_the_cost(plan: PipelinePlan) -> PipelinePlan:
     return certified(bounds=(*plan.certificate.bounds, more))(plan)  # type: ignore[return-value]
 
 
-def cost_of_a_period(plan: PipelinePlan) -> PipelinePlan:
-    """The period sold as the iteration; told apart as an iteration has several microbatches."""
-    return certified(cost_seconds=schedule_of(plan).period_seconds)(plan)  # type: ignore[return-value]
+def cost_of_a_period(plan: PipelinePlan) -> PipelinePlan | None:
+    """The period sold as the iteration; None where an iteration is one period."""
+    period = schedule_of(plan).period_seconds
+    assert plan.certificate is not None
+    is_same = plan.certificate.cost_seconds == period
+    return None if is_same else certified(cost_seconds=period)(plan)
 
 
 # Name of the damage: (the rule that must be reported, the damage).
@@ -527,6 +530,7 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
     "link bytes understated": ("predicted", entry_of("link_bytes", -1, 0.5)),
     "link left out": ("predicted", entry_of("link_bytes", 0, None)),
     "cost forged": ("certificate", certified(cost_seconds=1e-3)),
+    "cost of a period": ("certificate", cost_of_a_period),
     "gap forged": ("certificate", certified(gap=0.0)),
     "schedule gap forged": ("certificate", certified(schedule_gap=0.2)),
     "bound above the cost": ("certificate", bound_above_the_cost),

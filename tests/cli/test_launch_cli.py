@@ -15,7 +15,7 @@ CONFIG = {
     "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 1000,
     "max_position_embeddings": 128, "tie_word_embeddings": False,
 }  # fmt: skip
-ASKED = ("plan", "--model", "model.json", "--cluster", "cluster.json", "--time-limit", 1.5)
+ASKED = ("plan", "--model", "model.json", "--cluster", "cluster.json", "--time-limit", 0.6)
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ from stagewright.graphs.models.architecture import (
 )
 from stagewright.graphs.models.modules import MODULES
 from stagewright.graphs.models.traits import remarks_on
-from stagewright.service.layouts.machines import LESS_MEMORY
+from stagewright.service.layouts.further import LESS_MEMORY
 from stagewright.service.layouts.problems import training_problem
 from stagewright.service.layouts.requests import FrontPoint, LayoutRequest, LayoutRow, RefinedRow
 from stagewright.service.layouts.searching import find_layouts

@@ -29,10 +29,10 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
 from stagewright.service.layouts.problems import training_problem
-from stagewright.service.layouts.requests import TuneRequest
 from stagewright.service.layouts.tuning import (
     TuneAnswer,
     TuneReadRequest,
+    TuneRequest,
     read_trials,
     tune,
     tuning_of,

@@ -23,8 +23,11 @@ from strategies import PROBLEMS, paper_problem, random_cluster, random_makespan
 
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.pipelines.makespan import MakespanProblem
+from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT, class_of
+from stagewright.graphs.machines.cluster import Device, from_matrix
 from stagewright.graphs.machines.ordering import recursive_device_order
+from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.pipelines.list_scheduling import list_schedule
 from stagewright.solvers.pipelines.scheduling import solve_schedule
 from stagewright.solvers.planning import plan
@@ -203,3 +206,44 @@ class TestPlanners:
         assert max(bounds) <= optimum * (1 + TICKS)
         if DISJOINT_SPLIT.contains(class_of(result.plan)):
             assert result.cost * SLACK >= optimum
+
+
+def linked(*bandwidths):
+    """Three layers of 3, 6 and 3 s with 1e9 bytes between them, four microbatches."""
+    layers = tuple(
+        Layer(f"l{i}", 0.0, (LayerCost(1, seconds, 0.0, sent, 2 * seconds),))
+        for i, (seconds, sent) in enumerate([(1.0, 1e9), (2.0, 1e9), (1.0, 0.0)])
+    )
+    devices = [Device(f"g{v}", "v100", 1e12) for v in range(len(bandwidths))]
+    chain = Chain("worked", "measured: by hand", 1, layers)
+    return PipelineProblem(chain, from_matrix(devices, [list(row) for row in bandwidths]), 4)
+
+
+class TestWorkedBounds:
+    """What the theorems promise, by hand: a bound that is too large would never be broken."""
+
+    def test_lemma1(self):
+        # C = max(1 + 2, 2 * 4) = 8; (1 + 4/2) * 2 * 8 + 0.
+        two = MakespanProblem(2, (1.0, 1.0), (2.0, 2.0), (4.0,), (4.0,), (0.0, 0.0), (2, 2))
+        assert lemma1_bound(two) == 48.0
+
+    @pytest.mark.parametrize(
+        ("bandwidths", "factor"),
+        [
+            (((0,),), 2.0),
+            (((0, 1e9), (1e9, 0)), 2 + 4 / 4),
+            # p_max b_max = 6 * 2e9 = 12e9 > d_max = 2e9; Gamma = 12/3 = 4; 1/b_min - 1/b_max =
+            # 0.5e-9: Phi = 12/4 * 0.5 = 1.5; (2 + 8/4) * 2.5.
+            (((0, 2e9, 1e9), (2e9, 0, 1e9), (1e9, 1e9, 0)), 10.0),
+        ],
+    )
+    def test_theorem1(self, bandwidths, factor):
+        assert theorem1_factor(linked(*bandwidths)) == pytest.approx(factor)
+
+
+@examples(40, derandomize=True)
+@given(random_makespan())
+def test_microbatches_may_keep_their_order(problem):
+    """The claim on which the makespan formulation rests."""
+    free_order = brute_force_makespan(problem)
+    assert brute_force_makespan(problem, fifo=True) == pytest.approx(free_order)

@@ -94,37 +94,6 @@ def test_multiply_adds_of_image_classifiers(name, published):
     assert gigaflops(name) / 2 == pytest.approx(published, abs=0.01)
 
 
-# Thesis table 4.1: layers, hidden size, heads, billions of parameters.
-GPT = [
-    (24, 2304, 24, 1.7),
-    (30, 3072, 32, 3.6),
-    (36, 4096, 32, 7.5),
-    (40, 6144, 48, 18.4),
-    (48, 8192, 64, 39.1),
-    (60, 10240, 80, 76.1),
-    (80, 12288, 96, 145.6),
-    (96, 16384, 128, 310.1),
-    (105, 20480, 128, 529.6),
-    (128, 25600, 160, 1008.0),
-]
-
-
-@pytest.mark.parametrize(("layers", "hidden", "heads", "billions"), GPT)
-def test_gpt_has_the_parameters_and_flops_of_the_thesis(layers, hidden, heads, billions):
-    sequence, vocabulary = 2048, 51200
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads}
-    parameters = millions("gpt", **sizes) * 1e6
-    assert round(parameters / 1e9, 1) == billions
-    # Equation 4.3, which leaves out the final norm.
-    ratio = 1 + 13 / (12 * hidden) + (vocabulary + sequence) / (12 * layers * hidden)
-    assert parameters == pytest.approx(12 * layers * hidden**2 * ratio + 2 * hidden, rel=1e-12)
-    # Equation 4.2 counts four forwards of the layers, three of the logits.
-    logits = 2 * sequence * hidden * vocabulary
-    flops = 4 * gigaflops("gpt", **sizes) * 1e9 - logits
-    ratio = 1 + sequence / (6 * hidden) + vocabulary / (16 * layers * hidden)
-    assert flops == pytest.approx(96 * sequence * layers * hidden**2 * ratio, rel=1e-12)
-
-
 def test_gpt_by_its_sizes():
     chain = analytic_model("gpt", 2, layers=3, hidden=64, heads=4, sequence=32, vocabulary=100)
     assert chain.name == "gpt(layers=3,hidden=64,heads=4,sequence=32,vocabulary=100)"

@@ -161,9 +161,5 @@ EXAMPLES = {
 }
 
 
-def vector_batches() -> list[tuple[Tensor, Tensor]]:
-    return [vectors(8, seed) for seed in range(3)]
-
-
 def token_batches() -> list[tuple[Tensor, Tensor]]:
     return [tokens(8, seed) for seed in range(3)]

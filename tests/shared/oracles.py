@@ -64,19 +64,6 @@ def _recurrence(problem: PipelineProblem, order: tuple[int, ...], stages: int, m
     return w
 
 
-def prm_enumerate(
-    problem: PipelineProblem, order: Sequence[int], memory: bool = True
-) -> dict[int, float]:
-    """What :func:`prm_table` gives, by trying every partition and every replica counts."""
-    table = dict.fromkeys(range(1, len(order) + 1), inf)
-    for count in table:
-        for widths in compositions(len(order), count):
-            for lengths in compositions(len(problem.chain), count):
-                stages = _windows(lengths, widths, order)
-                table[count] = min(table[count], bottleneck(problem, stages, memory))
-    return table
-
-
 def bottleneck(problem: PipelineProblem, stages: Sequence[Stage], memory: bool = True) -> float:
     """SPP's W of given stages: the busiest stage (with all-reduce) or channel, all microbatches."""
     channels = [
@@ -106,14 +93,6 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
     """All ways to write ``total`` as a sum of ``parts`` ordered numbers >= 1."""
     for cuts in combinations(range(1, total), parts - 1):
         yield tuple(b - a for a, b in pairwise((0, *cuts, total)))
-
-
-def _windows(lengths: Sequence[int], widths: Sequence[int], order: Sequence[int]) -> list[Stage]:
-    stages, layer, device = [], 0, 0
-    for length, width in zip(lengths, widths, strict=True):
-        stages.append((layer, layer + length, tuple(order[device : device + width])))
-        layer, device = layer + length, device + width
-    return stages
 
 
 # --- The exact makespan of fixed stages (SPP III-B2) ----------------------------------------
@@ -205,61 +184,6 @@ def _undominated(states: Iterable) -> list:
         rows[len(kept)] = row
         kept.append(state)
     return kept
-
-
-def enumerate_makespan(problem: MakespanProblem) -> float:
-    """The same optimum by listing every sequence of every stage and channel; S, M <= 2 or so."""
-    route = _route(problem)
-    blocks = [(m, j) for m in range(problem.microbatches) for j in range(len(route))]
-    sequences = [
-        [
-            sequence
-            for sequence in permutations(b for b in blocks if route[b[1]][0] == resource)
-            if _in_job_order(sequence) and _within_limit(problem, resource, sequence)
-        ]
-        for resource in range(2 * problem.stages - 1)
-    ]
-    return min((_span(problem, route, chosen) for chosen in product(*sequences)), default=inf)
-
-
-def _in_job_order(sequence: Sequence[tuple[int, int]]) -> bool:
-    return all(a[0] != b[0] or a[1] < b[1] for a, b in combinations(sequence, 2))
-
-
-def _within_limit(
-    problem: MakespanProblem, resource: int, sequence: Sequence[tuple[int, int]]
-) -> bool:
-    if resource >= problem.stages:
-        return True
-    steps = [1 if j == 2 * resource else -1 for _, j in sequence]
-    return max(np.cumsum(steps)) <= problem.in_flight[resource]
-
-
-def _span(
-    problem: MakespanProblem,
-    route: Sequence[tuple[int, float]],
-    sequences: Sequence[Sequence[tuple[int, int]]],
-) -> float:
-    """Makespan of given sequences, every block as early as possible; inf if they deadlock."""
-    finish: dict[tuple[int, int], float] = {}
-    done = [0] * len(sequences)
-    free = [0.0] * len(sequences)
-    progressed = True
-    while progressed:
-        progressed = False
-        for resource, sequence in enumerate(sequences):
-            if done[resource] == len(sequence):
-                continue
-            m, j = sequence[done[resource]]
-            if j > 0 and (m, j - 1) not in finish:
-                continue
-            finish[m, j] = max(free[resource], finish.get((m, j - 1), 0.0)) + route[j][1]
-            free[resource] = finish[m, j]
-            done[resource] += 1
-            progressed = True
-    if any(n < len(sequence) for n, sequence in zip(done, sequences, strict=True)):
-        return inf
-    return max(free[s] + problem.reduce[s] for s in range(problem.stages))
 
 
 # --- The joint optimum ----------------------------------------------------------------------
@@ -444,37 +368,3 @@ def lemma2_factor(problem: PipelineProblem) -> float:
     gamma = sum(times) / count
     work = max([max(times) * max(links), *data])
     return 1 + work / gamma * (1 / min(links) - 1 / max(links))
-
-
-# --- PipeDream ------------------------------------------------------------------------------
-
-
-def pipedream_optimum(
-    seconds: Sequence[float],
-    activation_bytes: Sequence[float],
-    weight_bytes: Sequence[float],
-    workers: int,
-    bandwidth: float,
-) -> float:
-    """Thesis 2.4.1 for one level: seconds per microbatch of the slowest stage, on all workers.
-
-    A stage of all m workers is a choice beside the splits (data parallelism, table 2.2).
-    """
-
-    @cache
-    def best(layers: int, m: int) -> float:
-        """A(0 -> layers, m)."""
-        answer = stage(0, layers, m)
-        for s in range(1, layers):
-            send = 2 * activation_bytes[s - 1] / bandwidth
-            for replicas in range(1, m):
-                answer = min(answer, max(best(s, m - replicas), send, stage(s, layers, replicas)))
-        return answer
-
-    @cache
-    def stage(start: int, stop: int, m: int) -> float:
-        """T(start -> stop, m)."""
-        reduce = 2 * (m - 1) * sum(weight_bytes[start:stop]) / bandwidth
-        return max(sum(seconds[start:stop]), reduce) / m
-
-    return best(len(seconds), workers)

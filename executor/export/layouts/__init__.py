@@ -11,10 +11,9 @@ from stagewright.executor.export.layouts import (
     deepspeed,
     hugging_face,
     megatron,
-    megatron_bridge,
-    nemo,
     nnscaler,
     plan,
+    recipes,
     torchtitan,
 )
 from stagewright.executor.export.layouts.common import nodes
@@ -26,8 +25,8 @@ from stagewright.graphs.documents.errors import InputError
 
 LAYOUT_FORMATS = {
     "megatron": megatron.FRAMEWORK,
-    "megatron-bridge": megatron_bridge.FRAMEWORK,
-    "nemo": nemo.FRAMEWORK,
+    "megatron-bridge": recipes.BRIDGE,
+    "nemo": recipes.NEMO,
     "torchtitan": torchtitan.FRAMEWORK,
     "deepspeed": deepspeed.FRAMEWORK,
     "accelerate": accelerate.FRAMEWORK,

@@ -1,10 +1,6 @@
 """Clusters of unequal servers: pools of equal servers, zones, and rates of their links."""
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import ClassVar
-
-from pydantic import ConfigDict
 
 from stagewright.formulations.prices.collectives import link_seconds, ring_seconds
 from stagewright.graphs.documents import documents
@@ -23,7 +19,7 @@ from stagewright.graphs.machines.servers import with_levels
 WHOLE = "whole"
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Route:
     """Rates of a link: bytes/s of each device in a ring, and of a whole group at most.
 
@@ -31,8 +27,6 @@ class Route:
     times their number, at most ``group_bytes_per_second``. In an all-reduce every rank of the
     tensor groups has a ring of its own, at ``device_bytes_per_second``.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     device_bytes_per_second: float
     group_bytes_per_second: float
@@ -64,11 +58,9 @@ class Route:
         return 2 * ring_seconds(size, moved, self.device_bytes_per_second, self.latency_seconds)
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Pool:
     """Equal servers in one zone. ``inside`` is between devices of a server (None: as outside)."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     device_kind: str
     zone: str
@@ -85,11 +77,9 @@ class Pool:
         require_amount(self.memory_bytes, f"{place}: memory_bytes")
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class ServerPools:
     """The cluster; ``between_zones`` is needed with several zones."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     pools: tuple[Pool, ...]
     between_zones: Route | None = None

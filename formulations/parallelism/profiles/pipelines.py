@@ -84,7 +84,7 @@ def least_finish(
     return busy + (sum(idle) if m > stages_later + 1 else max(idle))
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class MemoryRule:
     """Bytes of a device: per parameter, per layer in the backward, and beside the plan.
 
@@ -94,8 +94,6 @@ class MemoryRule:
     library. The last two are fitted to Sailor's measured plans on GH200.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
-
     parameter_bytes: float = 16.0
     backward_factor: float = 2.25
     reserve_bytes: float = 4.5e9
@@ -103,6 +101,9 @@ class MemoryRule:
     def __post_init__(self) -> None:
         for name in ("parameter_bytes", "backward_factor", "reserve_bytes"):
             require_amount(getattr(self, name), name)
+
+
+_RULE = MemoryRule()
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class ProfiledProblem:
     profiles: LayerProfiles
     cluster: ServerPools
     batch: int
-    memory: MemoryRule = MemoryRule()
+    memory: MemoryRule = _RULE
     gradient_bytes: float = 4.0
 
     def __post_init__(self) -> None:

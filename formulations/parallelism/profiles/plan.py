@@ -1,40 +1,29 @@
 """Plans of stages whose replicas are tensor groups on unequal servers."""
 
-from dataclasses import dataclass
-from typing import ClassVar
-
-from pydantic import ConfigDict
-
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.units import require_count
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Replica:
     """``tensor`` devices of server ``server`` of pool ``pool`` (both counted from 0)."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     pool: int
     server: int
     tensor: int
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class ProfiledStage:
     """The next ``layers`` layers, on as many replicas as there are pipelines."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     layers: int
     replicas: tuple[Replica, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class ProfiledPlan:
     """Pipeline j is the j-th replica of every stage and runs ``microbatches[j]`` microbatches."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     microbatch_size: int
     stages: tuple[ProfiledStage, ...]

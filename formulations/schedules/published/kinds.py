@@ -2,9 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Final, Literal, get_args
-
-from pydantic import ConfigDict
+from typing import Final, Literal, get_args
 
 from stagewright.formulations.plans.actions import Weights
 from stagewright.formulations.schedules.order import Order
@@ -44,7 +42,7 @@ _OnePath = Literal["line", "loop", "V", "wave"]
 PLACEMENTS: tuple[_OnePath, ...] = get_args(_OnePath)
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class ScheduleChoice:
     """One of `KINDS`, or ``optimal``: the best order found, with a proved bound.
 
@@ -57,8 +55,6 @@ class ScheduleChoice:
     placement
         For ``optimal``; by default a line, or a loop if there are several chunks.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     kind: str = "1f1b"
     chunks: int | None = None

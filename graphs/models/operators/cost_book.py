@@ -31,11 +31,9 @@ VERSION: Literal[1] = 1
 _MOST_MEASURED = 10**12
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Computed:
     """The mean of ``count`` measurements of an operator on a kind of device, in seconds."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     operator: str
     kind: str
@@ -53,11 +51,9 @@ class Computed:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Sent:
     """Sums over ``count`` measured transfers from ``source`` to ``target``: bytes, seconds."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     source: str
     target: str

@@ -24,7 +24,7 @@ WITHOUT_TIME: tuple[Role, ...] = ("input", "state")
 """Roles of what is not computed."""
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Output:
     """A tensor that an operator makes; ``bytes`` are in memory until its last reader has ended.
 
@@ -32,8 +32,6 @@ class Output:
     that input changed in place. That memory is in use until the last reader of either has ended.
     ``bytes`` are then what a copy to another device takes.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     bytes: float
     shape: tuple[int, ...] = ()
@@ -43,15 +41,13 @@ class Output:
         require_amount(self.bytes, "bytes")
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class DividedTimes:
     """Measured seconds, by kind of device, of an operator divided into ``parts``.
 
     Of one part (the mean of all), of the cut of each input and of the join of each output; what is
     not there has not been measured.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     parts: int
     part: dict[str, float]
@@ -65,7 +61,7 @@ class DividedTimes:
                 require_amount(seconds, f"divided into {self.parts}: seconds on {kind!r}")
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Split:
     """A dimension along which an operator can be divided into up to ``size`` equal parts.
 
@@ -80,8 +76,6 @@ class Split:
     measured
         Times of numbers of parts that have been carried out.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     dimension: Literal["batch", "channel"]
     size: int
@@ -114,7 +108,7 @@ class Split:
         return replace(found, part=part)
 
 
-@dataclass(frozen=True, slots=True)
+@documents.record
 class Node:
     """One operator of the step.
 
@@ -138,8 +132,6 @@ class Node:
     line
         The line of the user's code that it comes from.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     name: str
     operator: str

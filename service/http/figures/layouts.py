@@ -15,22 +15,18 @@ from stagewright.service.http.figures.tables import (
     facts,
     written,
 )
-from stagewright.service.layouts import told
-from stagewright.service.layouts.calibrating import CalibrateAnswer
 from stagewright.service.layouts.configured import TrainPlanRequest
 from stagewright.service.layouts.profiled import ProfiledAnswer
+from stagewright.service.layouts.rates import CalibrateAnswer
 from stagewright.service.layouts.requests import (
     LayoutAnswer,
     LayoutMemoryAnswer,
     LayoutRequest,
     RankMemoryAnswer,
 )
-from stagewright.service.layouts.tuning import (
-    TuneAnswer,
-    about_lines,
-    standing_lines,
-    tuned_tables,
-)
+from stagewright.service.layouts.told import layouts as told
+from stagewright.service.layouts.told import measured
+from stagewright.service.layouts.tuning import TuneAnswer
 from stagewright.service.requests import Request
 from stagewright.service.whole_answers import read
 
@@ -201,8 +197,8 @@ def calibrate(request: Request, answer: Told) -> Figures:
         ("" if error is None else f"{error:.1%}", "mean error of a run that was left out"),
         (found.rates.name, "the name of the rates"),
     ]
-    lines = tuple(map(_in_fields, told.calibrated_lines(found)))
-    return Figures(numbers, (told.calibrated_table(found),), lines=lines)
+    lines = tuple(map(_in_fields, measured.calibrated_lines(found)))
+    return Figures(numbers, (measured.calibrated_table(found),), lines=lines)
 
 
 def tune(request: Request, answer: Told) -> Figures:
@@ -217,8 +213,10 @@ def tune(request: Request, answer: Told) -> Figures:
         (f"{len(found.open)}", "may still win"),
         (f"{found.candidates}", "candidates"),
     ]
-    lead = ("How it stands", *standing_lines(found))
-    return Figures(numbers, [*tuned_tables(found)], lead=lead, lines=[*about_lines(found)])
+    lead = ("How it stands", *measured.standing_lines(found))
+    return Figures(
+        numbers, [*measured.tuned_tables(found)], lead=lead, lines=[*measured.about_lines(found)]
+    )
 
 
 def tune_read(request: Request, answer: Told) -> Figures:
@@ -241,4 +239,4 @@ def train_plan_profiles(request: Request, answer: Told) -> Figures:
     assert isinstance(found, ProfiledAnswer)
     lines = [f"of all plans of the class: {answer['plan_class']}", *answer["remarks"]]
     lines += [answer["reason"]] if answer["reason"] else []
-    return Figures(numbers, told.profiled_tables(found), lines=lines)
+    return Figures(numbers, measured.profiled_tables(found), lines=lines)

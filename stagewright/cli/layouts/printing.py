@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from stagewright.cli.console import out, print_table, say
 from stagewright.graphs.documents.units import format_bytes
-from stagewright.service.layouts import told
+from stagewright.service.layouts.told import layouts as told
 
 WIDE = 110
 """Characters from which a table has all its columns."""

@@ -288,7 +288,7 @@ def _draw(png: Path, title: str, answer: "ProfiledAnswer") -> None:
 
 
 def _print(name: str, batch: int, answer: "ProfiledAnswer") -> None:
-    from stagewright.service.layouts.told import profiled_tables
+    from stagewright.service.layouts.told.measured import profiled_tables
 
     bound = format_seconds(answer.bound_seconds) if answer.bound_seconds is not None else "-"
     if answer.iteration_seconds is None:
@@ -312,50 +312,6 @@ def _print(name: str, batch: int, answer: "ProfiledAnswer") -> None:
     )
 
 
-def check_profiled(path: Path, as_json: bool) -> int:
-    """Compute a plan's time and memory again, and print what differs; exit code 1 if any."""
-    from stagewright.formulations.parallelism.profiles.document import load_profiled_plan
-    from stagewright.service.layouts.profiled import CheckProfiledRequest, check_profiled_plan
-
-    request = ask(CheckProfiledRequest, document=load_profiled_plan(path))
-    answer = check_profiled_plan(request)
-    return _print_checked(path, answer, answer.iteration_seconds, as_json)
-
-
-def _print_checked(
-    path: Path, answer: "CheckLayoutAnswer | CheckProfiledAnswer", seconds: float, as_json: bool
-) -> int:
-    if as_json:
-        print_answer(answer)
-    elif answer.violations:
-        say(*(f"{path}: {one}" for one in answer.violations))
-    else:
-        say(
-            f"{path}: valid, {format_seconds(seconds)} per iteration; the search behind its bound "
-            "is not run again: train-plan does"
-        )
-    return 1 if answer.violations else 0
-
-
-def check_tuning(path: Path, as_json: bool) -> int:
-    """Compute a tuning's predictions and claim again, and print what differs; exit code 1 if any.
-
-    The search that proved the bound on all other layouts is not run again.
-    """
-    from stagewright.formulations.parallelism.trials import load_tuning, violations
-    from stagewright.service.layouts.requests import CheckLayoutAnswer
-    from stagewright.solvers.parallelism.tree import compiled_walk
-
-    found = violations(load_tuning(path), compiled_walk())
-    answer = CheckLayoutAnswer(status="invalid" if found else "valid", violations=found)
-    if as_json:
-        print_answer(answer)
-    else:
-        said = "valid; the search behind its bound is not run again: tune does"
-        say(*(f"{path}: {one}" for one in found or (said,)))
-    return 1 if found else 0
-
-
 def is_layout(path: Path) -> bool:
     """Whether a file is a layout; a folder with a config.json, or a model by name, is not."""
     from stagewright.formulations.parallelism.document import FORMAT
@@ -367,9 +323,50 @@ def is_layout(path: Path) -> bool:
 def check_layout(path: Path, as_json: bool) -> int:
     """Compute a layout's time and memory again, and print what differs; exit code 1 if any."""
     from stagewright.formulations.parallelism.document import load_layout, violations
-    from stagewright.service.layouts.requests import CheckLayoutAnswer
 
     plan = load_layout(path)
-    found = violations(plan)
-    answer = CheckLayoutAnswer(status="invalid" if found else "valid", violations=found)
-    return _print_checked(path, answer, plan.iteration_seconds, as_json)
+    return _print_checked(path, _checked(violations(plan)), as_json, plan.iteration_seconds)
+
+
+def check_profiled(path: Path, as_json: bool) -> int:
+    """Compute a plan's time and memory again, and print what differs; exit code 1 if any."""
+    from stagewright.formulations.parallelism.profiles.document import load_profiled_plan
+    from stagewright.service.layouts.profiled import CheckProfiledRequest, check_profiled_plan
+
+    request = ask(CheckProfiledRequest, document=load_profiled_plan(path))
+    answer = check_profiled_plan(request)
+    return _print_checked(path, answer, as_json, answer.iteration_seconds)
+
+
+def check_tuning(path: Path, as_json: bool) -> int:
+    """Compute a tuning's predictions and claim again, and print what differs; exit code 1 if any.
+
+    The search that proved the bound on all other layouts is not run again.
+    """
+    from stagewright.formulations.parallelism.trials import load_tuning, violations
+    from stagewright.solvers.parallelism.tree import compiled_walk
+
+    return _print_checked(path, _checked(violations(load_tuning(path), compiled_walk())), as_json)
+
+
+def _checked(violations: tuple[str, ...]) -> "CheckLayoutAnswer":
+    from stagewright.service.layouts.requests import CheckLayoutAnswer
+
+    return CheckLayoutAnswer(status="invalid" if violations else "valid", violations=violations)
+
+
+def _print_checked(
+    path: Path,
+    answer: "CheckLayoutAnswer | CheckProfiledAnswer",
+    as_json: bool,
+    seconds: float | None = None,
+) -> int:
+    """What is wrong with a document, or that it is valid, with the ``seconds`` of a plan."""
+    time = "" if seconds is None else f", {format_seconds(seconds)} per iteration"
+    again = f"not run again: {'tune' if seconds is None else 'train-plan'} does"
+    if as_json:
+        print_answer(answer)
+    else:
+        valid = f"valid{time}; the search behind its bound is {again}"
+        say(*(f"{path}: {one}" for one in answer.violations or (valid,)))
+    return 1 if answer.violations else 0

@@ -22,7 +22,7 @@ from stagewright.service.options import Option
 if TYPE_CHECKING:
     from stagewright.graphs.importers.measured_runs import MeasuredIteration
     from stagewright.service.layouts.anchoring import AnchorAnswer, AnchoredAnswer
-    from stagewright.service.layouts.calibrating import CalibrateAnswer
+    from stagewright.service.layouts.rates import CalibrateAnswer
 
 
 class RatesOptions(Printed):
@@ -135,7 +135,7 @@ def calibrate(given: CalibrateOptions) -> int:
     device; each run is predicted by the fit to the others. Use it with train-plan --rates FILE.
     """
     from stagewright.service.architectures import read_architecture
-    from stagewright.service.layouts.calibrating import CalibrateAnswer, CalibrateRequest
+    from stagewright.service.layouts.rates import CalibrateAnswer, CalibrateRequest
 
     architecture = read_architecture(given.config)
     with spelling(CalibrateOptions):
@@ -293,7 +293,7 @@ def _print_anchored(answer: "AnchoredAnswer") -> None:
 
 
 def _print_calibrated(answer: "CalibrateAnswer") -> None:
-    from stagewright.service.layouts.told import calibrated_lines, calibrated_table
+    from stagewright.service.layouts.told.measured import calibrated_lines, calibrated_table
 
     table = calibrated_table(answer)
     print_table(table.head, table.rows)

@@ -210,7 +210,11 @@ def _table(tuning: "Tuning", log: Path) -> Iterator["Trial"]:
 
 def print_tuning(answer: "TuneAnswer", root: Path) -> None:
     """The trials, what may still win, and what to do next."""
-    from stagewright.service.layouts.tuning import about_lines, standing_lines, tuned_tables
+    from stagewright.service.layouts.told.measured import (
+        about_lines,
+        standing_lines,
+        tuned_tables,
+    )
 
     for table in tuned_tables(answer):
         print_table(table.head, table.rows, table.title)

@@ -1,17 +1,16 @@
-"""Answers about layouts in tables and lines: for the command line, the page and notebooks."""
+"""The best layouts of a search, one explained, and its memory."""
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from math import inf, isfinite
 
 from stagewright.formulations.parallelism.document import rounded
 from stagewright.formulations.parallelism.layout import parse_layout
 from stagewright.formulations.parallelism.training import TrainingProblem
-from stagewright.graphs.documents.units import format_bytes, format_seconds
+from stagewright.graphs.documents.units import format_bytes, format_duration, format_seconds
 from stagewright.graphs.models.traits import said_parameters
 from stagewright.service.answers import AnswerTable, ShownAnswer
-from stagewright.service.layouts.calibrating import CalibrateAnswer
-from stagewright.service.layouts.failures import said_failures, seconds_or_never
-from stagewright.service.layouts.profiled import ProfiledAnswer, ProfiledPoolAnswer
+from stagewright.service.layouts.failures import GoodputAnswer
 from stagewright.service.layouts.requests import (
     ExplainAnswer,
     LayoutAnswer,
@@ -79,7 +78,7 @@ def best_lines(name: str, problem: TrainingProblem, answer: LayoutAnswer) -> Ite
         f"{name} on {problem.fabric.devices} {problem.fabric.device}: "
         f"{format_seconds(best.seconds)} per iteration ({proof}), bound "
         f"{format_seconds(answer.bound_seconds or 0.0)} by {answer.proved_by}, gap "
-        f"{_percent(answer.gap)}, {answer.wall_seconds:.2f} s"
+        f"{percent(answer.gap)}, {answer.wall_seconds:.2f} s"
     )
     yield said_parameters(problem.architecture)
     yield f"{expected(best)}; {bytes_in_range(best, problem.fabric.memory_bytes)}"
@@ -146,7 +145,7 @@ def refined_table(answer: RefinedAnswer) -> AnswerTable:
             (
                 one.layout,
                 format_seconds(one.seconds),
-                _seconds(one.before_seconds),
+                seconds(one.before_seconds),
                 f"{one.mfu:.1%}",
                 format_bytes(one.peak_bytes),
                 format_seconds(one.bound_seconds),
@@ -169,6 +168,70 @@ def refined_line(answer: RefinedAnswer) -> str:
     )
 
 
+def seconds_or_never(seconds: float | None) -> str:
+    """Seconds of an iteration with failures, None if it is never complete."""
+    return "never" if seconds is None else format_seconds(seconds)
+
+
+def said_failures(answer: GoodputAnswer) -> Iterator[str]:
+    """What failures leave of the best layout, and why."""
+    gap = "-" if answer.gap is None else f"{answer.gap:.2%}"
+    yield (
+        f"with failures: {seconds_or_never(answer.effective_seconds)} per iteration, goodput "
+        f"{answer.goodput:.2%}; bound {seconds_or_never(answer.bound_effective_seconds)} by "
+        f"{answer.proved_by}, gap {gap}"
+    )
+    shares = {
+        "training at full speed": answer.goodput,
+        "stopped for checkpoints": answer.stopped,
+        "work done again": answer.lost,
+        "restarts": answer.restarting,
+        "servers away": answer.away,
+    }
+    yield "of the time: " + ", ".join(f"{part} {share:.2%}" for part, share in shares.items())
+    intervals = {
+        "Young": answer.young_seconds,
+        "Daly": answer.daly_seconds,
+        "exact": answer.exact_seconds,
+    }
+    of = ", ".join(f"{name} {format_duration(one)}" for name, one in intervals.items())
+    written = f", and is written {format_duration(answer.write_seconds)} later"
+    yield (
+        f"a checkpoint of {format_bytes(answer.checkpoint_bytes)} every {answer.iterations} "
+        f"iterations, {format_duration(answer.interval_seconds)} ({of}); it stops the run for "
+        f"{format_duration(answer.stop_seconds)}{written if answer.write_seconds else ''}"
+    )
+    other = "blocking" if answer.write_seconds else "asynchronous"
+    yield (
+        f"a failure every {format_duration(answer.mean_seconds)}, "
+        f"{format_duration(answer.restart_seconds)} to restart"
+        + (
+            ""
+            if answer.other_goodput is None
+            else f"; {answer.other_goodput:.2%} with {other} checkpoints"
+        )
+    )
+    if answer.away:
+        yield f"with servers too few {'; '.join(_smaller(answer)) or 'the run waits'}"
+    if answer.simulated_low is not None:
+        yield (
+            f"simulated: a mean goodput of {answer.simulated_low:.2%} to "
+            f"{answer.simulated_high:.2%}, with 95 % confidence"
+        )
+    yield (
+        "assumed: failures and repairs are independent and exponential; ranks with equal states "
+        "write an equal part each; asynchronous writes do not slow the run"
+    )
+
+
+def _smaller(answer: GoodputAnswer) -> Iterator[str]:
+    """The layouts with servers too few, by how many."""
+    for (layout, seconds), runs in groupby(answer.smaller, lambda one: (one.layout, one.seconds)):
+        numbers = [one.servers for one in runs]
+        span = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+        yield f"{span}: {layout}, {format_seconds(seconds)}"
+
+
 def front_table(answer: LayoutAnswer) -> AnswerTable:
     """The fastest layouts with less and with more memory."""
     rows = [
@@ -184,7 +247,7 @@ def what_if_table(answer: LayoutAnswer) -> AnswerTable:
     for one in answer.what_if:
         gain = None if one.seconds is None else 1 - one.seconds / answer.rows[0].seconds
         layout = one.layout or "none fits"
-        rows.append((one.change, _seconds(one.seconds), _percent(gain), layout))
+        rows.append((one.change, seconds(one.seconds), percent(gain), layout))
     return AnswerTable("What if", ("<change", "time", "gain", "<layout"), rows)
 
 
@@ -277,89 +340,6 @@ def memory_table(
     )
 
 
-def calibrated_table(answer: CalibrateAnswer) -> AnswerTable:
-    """The runs, and how they are predicted before and after the fit."""
-    return AnswerTable(
-        "Measured runs",
-        ("<run", "<layout", "measured", "before", "fitted", "left out", "error"),
-        [
-            (
-                one.place, one.layout, format_seconds(one.seconds),
-                format_seconds(one.before_seconds), format_seconds(one.after_seconds),
-                _seconds(one.left_out_seconds),
-                "-" if one.left_out_seconds is None
-                else f"{one.left_out_seconds / one.seconds - 1:+.1%}",
-            )
-            for one in answer.rows
-        ],
-    )  # fmt: skip
-
-
-def calibrated_lines(answer: CalibrateAnswer) -> Iterator[str]:
-    """Which constants were fitted, and from which rates."""
-    factors = ", ".join(f"{name} x {factor:.3g}" for name, factor in answer.factors.items())
-    said = factors or "no constant is changed, the runs are not all on one side of the range"
-    yield f"from {answer.started_from}: {said}"
-    if answer.at_peak:
-        yield (
-            f"the fit ends at the peak of the device ({', '.join(answer.at_peak)} = 1): check "
-            "--device, and the layouts, batches and seconds of the runs"
-        )
-
-
-def profiled_tables(answer: ProfiledAnswer) -> tuple[AnswerTable, AnswerTable]:
-    """The stages of a plan by measured layers, and the GPUs of every kind."""
-    stages = AnswerTable(
-        "Stages",
-        ("stage", "layers", "<GPUs", "replicas", "tensor", "forward", "backward", "all-reduce",
-         "update", "memory", "of"),
-        [
-            (
-                str(s), f"{one.first}-{one.stop - 1}", _pool_name(answer.pools, one.pool),
-                str(one.replicas), str(one.tensor), format_seconds(one.forward_seconds),
-                format_seconds(one.backward_seconds), format_seconds(one.reduce_seconds),
-                format_seconds(one.update_seconds), format_bytes(one.memory_bytes),
-                format_bytes(one.capacity_bytes),
-            )
-            for s, one in enumerate(answer.stages)
-        ],
-    )  # fmt: skip
-    pools = AnswerTable(
-        "GPUs",
-        ("<GPUs", "servers", "each", "used", "fullest GPU", "of"),
-        [
-            (
-                _pool_name(answer.pools, number), str(one.servers), str(one.per_server),
-                f"{one.used} of {one.devices}",
-                "-" if one.peak_bytes is None else format_bytes(one.peak_bytes),
-                format_bytes(one.capacity_bytes),
-            )
-            for number, one in enumerate(answer.pools)
-        ],
-    )  # fmt: skip
-    return stages, pools
-
-
-def _pool_name(pools: Sequence[ProfiledPoolAnswer], number: int) -> str:
-    """The name of a pool: its kind, with server size and zone if other pools share it."""
-    one = pools[number]
-    same = [other for other in pools if other.device_kind == one.device_kind]
-    size = f" of {one.per_server}" if len({other.per_server for other in same}) > 1 else ""
-    zone = f" in {one.zone}" if len({other.zone for other in same}) > 1 else ""
-    return f"{one.device_kind}{size}{zone}"
-
-
-def shown_profiled(answer: ProfiledAnswer) -> ShownAnswer:
-    """The plan by measured layers with its bound, and its stages."""
-    lines = [f"{answer.status}: {_seconds(answer.iteration_seconds)} per iteration"]
-    if answer.bound_seconds is not None:
-        bound = format_seconds(answer.bound_seconds)
-        lines.append(f"bound {bound}, gap {_percent(answer.gap)}, by {answer.proved_by}")
-    lines += [answer.reason] if answer.reason else []
-    stages, _ = profiled_tables(answer)
-    return ShownAnswer(lines, stages, [one.model_dump() for one in answer.stages])
-
-
 def shown_layouts(answer: LayoutAnswer) -> ShownAnswer:
     """The best layout with its bound, and the table of layouts."""
     plan, lines = answer.plan, [f"{answer.status}: {answer.reason or 'no layout'}"]
@@ -373,7 +353,7 @@ def shown_layouts(answer: LayoutAnswer) -> ShownAnswer:
         if plan.bound is not None:
             gap = 1 - plan.bound.seconds / plan.iteration_seconds
             bound = format_seconds(plan.bound.seconds)
-            lines.append(f"bound {bound}, gap {_percent(gap)}, by {plan.bound.proved_by}")
+            lines.append(f"bound {bound}, gap {percent(gap)}, by {plan.bound.proved_by}")
         for best in answer.rows[:1]:
             fits = bytes_in_range(best, problem.fabric.memory_bytes)
             lines.append(f"{best.layout}: {expected(best)}; {fits}")
@@ -395,15 +375,11 @@ def shown_memory(answer: LayoutMemoryAnswer) -> ShownAnswer:
     return ShownAnswer(lines, table, [one.model_dump() for one in answer.ranks])
 
 
-def shown_calibration(answer: CalibrateAnswer) -> ShownAnswer:
-    """The fitted constants, and the runs."""
-    rows = [one.model_dump() for one in answer.rows]
-    return ShownAnswer([*calibrated_lines(answer)], calibrated_table(answer), rows)
-
-
-def _percent(share: float | None) -> str:
+def percent(share: float | None) -> str:
+    """A share, or a dash."""
     return "-" if share is None or not isfinite(share) else f"{share:.2%}"
 
 
-def _seconds(value: float | None) -> str:
+def seconds(value: float | None) -> str:
+    """Seconds, or a dash."""
     return "-" if value is None else format_seconds(value)

@@ -1,0 +1,1 @@
+"""Answers about layouts in tables and lines: for the command line, the page and notebooks."""
