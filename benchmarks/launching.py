@@ -1,8 +1,8 @@
 """What it costs to start a command or a run: CPU seconds beside those of an import of torch.
 
 ``python -m benchmarks launching [--quick]``. A run is one step of a model that computes next to
-nothing. The layouts are of 64 GPUs and are all found and proved; kernels are compiled before. All
-take turns.
+nothing, or three of a small Llama of transformers. The layouts are of 64 GPUs and are all found and
+proved; kernels are compiled before. All take turns.
 """
 
 import json
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -25,6 +26,9 @@ from stagewright.formulations.plans.plan import (
 )
 
 RANKS, TURNS, QUICK_TURNS = (1, 2, 4), 9, 1
+ROOT = Path(__file__).parents[1]
+LLAMA = ["--module", "examples.hugging_face:llama", "--data", "examples.hugging_face:batches"]
+LLAMA_LAYERS = 7  # its four blocks, the embedding, the norm and the head
 IMPORTS = {
     "import torch": "import torch",
     "import torch, torch._dynamo (as an optimizer of torch does)": "import torch, torch._dynamo",
@@ -51,9 +55,10 @@ def batches():
 """
 
 
-def plan_on(ranks: int) -> PipelinePlan:
-    """A layer on each rank, one microbatch."""
-    stages = tuple(Stage((s, s + 1), (f"rank{s}",)) for s in range(ranks))
+def plan_on(ranks: int, layers: int) -> PipelinePlan:
+    """A stage on each rank, one microbatch."""
+    cuts = [s * layers // ranks for s in range(ranks + 1)]
+    stages = tuple(Stage(one, (f"rank{s}",)) for s, one in enumerate(pairwise(cuts)))
     forth = [(s, f"{s}F0", s) for s in range(ranks)]
     back = [(s, f"{s}B0", 2 * ranks - s) for s in reversed(range(ranks))]
     entries = tuple(ScheduledAction(f"rank{s}", name, at, at + 1) for s, name, at in forth + back)
@@ -63,7 +68,7 @@ def plan_on(ranks: int) -> PipelinePlan:
 def cpu_seconds(command: Sequence[str], folder: Path) -> float:
     """User and system time of a command and of all processes that it starts."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
     subprocess.run(
         [sys.executable, *command],
         cwd=folder,
@@ -86,11 +91,14 @@ def tables(quick: bool) -> Iterator[Table]:
             layouts = LAYOUTS if "train-plan" in words else []
             commands[label] = ["-m", "stagewright", *words, *layouts]
         for ranks in RANKS:
-            save_plan(plan_on(ranks), folder / f"{ranks}.json")
+            save_plan(plan_on(ranks, ranks), folder / f"{ranks}.json")
             (folder / f"model{ranks}.py").write_text(MODEL.format(stages=ranks))
             given = ["--module", f"model{ranks}:model", "--data", f"model{ranks}:batches"]
             run = ["-m", "stagewright", "run", f"{ranks}.json", *given, "--steps", "1"]
             commands[f"stagewright run, one step, ranks: {ranks}"] = run
+            save_plan(plan_on(ranks, LLAMA_LAYERS), folder / f"llama{ranks}.json")
+            run = ["-m", "stagewright", "run", f"llama{ranks}.json", *LLAMA, "--steps", "3"]
+            commands[f"stagewright run, three steps of a Llama, ranks: {ranks}"] = run
         taken: dict[str, list[float]] = {label: [] for label in commands}
         for _ in range(QUICK_TURNS if quick else TURNS):
             for label, command in commands.items():

@@ -32,9 +32,14 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def with_evaluation(
-    model: nn.Module | Sequence[nn.Module], layered: LayeredModel, example: Example | None
+    model: nn.Module | Sequence[nn.Module],
+    layered: LayeredModel,
+    example: Example | None,
+    like: LayeredModel | None = None,
 ) -> LayeredModel:
     """``layered``, captured of ``model`` with ``example``, and the same in evaluation.
+
+    ``like`` as in `capture`.
 
     Raises InputError if the model cannot be captured in evaluation, has other layers there, or
     needs more for it than modes.
@@ -43,7 +48,7 @@ def with_evaluation(
     for module in modules:
         _require_plain_modes(module)
     with evaluating(modules):
-        found = capture(model, example)
+        found = capture(model, example, None if like is None else like.evaluation)
     layered.require_same_layers(found, "in evaluation")
     again = found.again
 

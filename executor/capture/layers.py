@@ -36,7 +36,8 @@ class LayeredModel:
     modules, whose last one shows its result when it is called. ``signature`` is how the model
     is called, None if with tensors by position. ``guards`` are conditions on the sizes of its
     inputs, in Python, under which the layers are the model; see `require_sizes`. ``again`` captures
-    it for inputs of other shapes. ``plans`` say how a group of devices divides it. ``evaluation``
+    it for inputs of other shapes; ``of`` gives the layers of another model that is captured alike,
+    None where that is not known. ``plans`` say how a group of devices divides it. ``evaluation``
     is the model as it is in evaluation, with the same blocks and tensors, if that was asked for.
     """
 
@@ -46,6 +47,7 @@ class LayeredModel:
     signature: Signature | None = None
     guards: tuple[str, ...] = ()
     again: "Callable[[Sequence[tuple[int, ...]]], LayeredModel] | None" = None
+    of: "Callable[[nn.Module], LayeredModel | None] | None" = None
     plans: tuple[TensorPlan, ...] = ()
     evaluation: "LayeredModel | None" = None
 

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from stagewright.executor.capture.cutting import cut_graph
+from stagewright.executor.capture.exported.conversion import Exported
 from stagewright.executor.capture.exported.exporting import Example, export, holds_closed_blocks
 from stagewright.executor.capture.layers import CapturedLayer, LayeredModel, Listed
 from stagewright.executor.capture.python_state import attributes_kept, described, snapshot
@@ -258,15 +259,20 @@ def is_in_place(module: nn.Module) -> bool:
     return getattr(module, "inplace", False) is True
 
 
-def capture(model: nn.Module | Sequence[nn.Module], example: Example | None = None) -> LayeredModel:
+def capture(
+    model: nn.Module | Sequence[nn.Module],
+    example: Example | None = None,
+    like: LayeredModel | None = None,
+) -> LayeredModel:
     """Split ``model``, a module or a list of modules, into layers; every module keeps its mode.
 
     The layers share the parameters and buffers of ``model``, which may live on any device, meta
     included. Without an ``example`` those of a module's arguments that have no default are its
     inputs. With one, a module that cannot be traced symbolically, or is called with other things
-    than tensors by position, is exported for it. Raises InputError if the module cannot be traced,
-    because its path of execution depends on data, or if the layers would differ from it: it keeps
-    Python state, or has hooks that would not be called.
+    than tensors by position, is exported for it; or the export of ``like`` is taken, the capture of
+    a model that the same factory made. Raises InputError if the module cannot be traced, because
+    its path of execution depends on data, or if the layers would differ from it: it keeps Python
+    state, or has hooks that would not be called.
     """
     if isinstance(model, list | tuple | nn.ModuleList):
         found = _capture_list(list(model))
@@ -274,7 +280,8 @@ def capture(model: nn.Module | Sequence[nn.Module], example: Example | None = No
     elif isinstance(model, nn.Module):
         require_plain_tensors(model)
         _require_no_backward_hooks(model)
-        found = _traced(model) if example is None else _for_example(model, example)
+        same = None if like is None or like.of is None else like.of(model)
+        found = same or (_traced(model) if example is None else _for_example(model, example))
         plans = plans_in(model)
     else:
         raise InputError(f"the model is a {type(model).__name__}, not a torch module or a list")
@@ -301,15 +308,43 @@ def _traced(model: nn.Module) -> LayeredModel:
 
 
 def _exported(model: nn.Module, example: Example) -> LayeredModel:
-    found = export(model, example)
+    return _cut(model, example, export(model, example))
+
+
+def _cut(model: nn.Module, example: Example, found: Exported) -> LayeredModel:
+    """The layers of a model by its exported graph, or by that of a model like it."""
     layers = cut_graph(model, found.graph, found.attributes, found.output)
+    known = _plain_state(model)
 
     def again(shapes: Sequence[tuple[int, ...]]) -> LayeredModel:
         pairs = zip(shapes, example.tensors, strict=True)
         tensors = tuple(torch.empty(shape, dtype=one.dtype, device="meta") for shape, one in pairs)
         return _exported(model, replace(example, tensors=tensors))
 
-    return replace(layers, signature=example.signature, guards=found.guards, again=again)
+    def of(other: nn.Module) -> LayeredModel | None:
+        return _cut(other, example, found) if _plain_state(other) == known else None
+
+    return replace(
+        layers,
+        signature=example.signature,
+        guards=found.guards,
+        again=again,
+        of=None if found.holds_tensors else of,
+    )
+
+
+def _plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Numbers and texts of a model's modules, on which its calls may depend, and its tensors."""
+    state: dict[tuple[str, str], Any] = {}
+    for path, part in model.named_modules():
+        state[path, ""] = type(part)
+        for name, value in vars(part).items():
+            if isinstance(value, bool | int | float | str | tuple | None):
+                state[path, name] = repr(value)
+        for name, one in [*part._parameters.items(), *part._buffers.items()]:
+            if one is not None:
+                state[path, name] = one.shape, one.dtype, one.requires_grad
+    return state
 
 
 def _capture_list(modules: list[nn.Module]) -> LayeredModel:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -97,7 +98,9 @@ def measure_layers(
                     times = [run.times(machine) for run in runs]
                 seconds[i] = [[one() for one in of_run] for of_run in times]
             measured.append((seconds[WARM_UP:], [run.bytes() for run in runs]))
-        min_samples = [_min_samples(run) for run in runs] if min(microbatch_sizes) > 1 else None
+        in_loss = partial(_in_loss, model, loss, _first(targets, 1))
+        alone = [*runs[:-1], replace(runs[-1], end=in_loss)] if min(microbatch_sizes) > 1 else []
+        least = [_min_samples(run, machine) for run in alone] or [None] * len(runs)
         on_progress("the optimizer step")
         updates, state = _measure_updates(model, optimizer, clips, machine, rounds)
     costs = [
@@ -109,12 +112,9 @@ def measure_layers(
         source=_source(machine, autocast or _dtype(model), [times for times, _ in measured]),
         microbatch_size=max(microbatch_sizes),
         layers=tuple(
-            Layer(layer.name, float(_parameter_bytes(layer.module)), of_layer, least)
-            for layer, of_layer, least in zip(
-                model.layers,
-                zip(*costs, strict=True),
-                min_samples or [None] * len(model),
-                strict=True,
+            Layer(layer.name, float(_parameter_bytes(layer.module)), own, samples)
+            for layer, own, samples in zip(
+                model.layers, zip(*costs, strict=True), least, strict=True
             )
         ),
         optimizer_bytes_per_parameter_byte=state,
@@ -228,18 +228,12 @@ def _runs(
     model: LayeredModel, values: Values, targets: Any, loss: Loss, autocast: torch.dtype | None
 ) -> list[_LayerInputs]:
     """Every layer with its inputs, which require gradients where they do in training."""
-
-    def end_in_loss(outputs: Values) -> Values:
-        total, _ = read_loss(loss(model.result(outputs), targets))
-        return (total,)
-
     runs = []
     for i, layer in enumerate(model.layers):
-        last = i == len(model) - 1
-        end = end_in_loss if last else lambda outputs: outputs
+        end = tuple if i < len(model) - 1 else partial(_in_loss, model, loss, targets)
         run = _LayerInputs(layer.module, values, end, autocast)
         try:
-            if last:
+            if end is not tuple:
                 run.require_loss()
             results = run.forward()
         except InputError:
@@ -252,12 +246,16 @@ def _runs(
     return runs
 
 
-def _min_samples(run: _LayerInputs) -> int | None:
+def _in_loss(model: LayeredModel, loss: Loss, targets: Any, outputs: Values) -> Values:
+    return read_loss(loss(model.result(outputs), targets))[:1]
+
+
+def _min_samples(run: _LayerInputs, machine: MeasuringMachine) -> int | None:
     """2 for a layer that runs on several samples but not on one, such as a batch norm."""
-    count = len(run.inputs[0])
-    one = tuple(value[:1] if value.shape[:1] == (count,) else value for value in run.inputs)
+    samples = run.inputs[0].shape[:1]
+    one = tuple(value[:1] if value.shape[:1] == samples else value for value in run.inputs)
     try:
-        replace(run, inputs=one, end=lambda outputs: outputs).forward()
+        replace(run, inputs=one).times(machine)
     except Exception:  # the layer's code may raise anything
         return 2
     return None

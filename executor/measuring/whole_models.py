@@ -168,10 +168,12 @@ def captured_by_size(
     device: torch.device,
     dtype: torch.dtype,
     autocast: torch.dtype | None,
+    like: LayeredModel | None = None,
 ) -> dict[int, LayeredModel]:
     """The layers of a new model on ``device`` for microbatches of ``sizes`` of ``inputs``.
 
-    They share their parameters, of type ``dtype``. ``takes_loss`` as in `Example`. Raises
+    They share their parameters, of type ``dtype``. ``takes_loss`` as in `Example`, ``like`` as in
+    `capture`. Raises
     InputError if the model cannot be captured, or ``inputs`` have fewer samples.
     """
     made = _made(make, device, dtype)
@@ -185,7 +187,7 @@ def captured_by_size(
         if same is not None and not same.guards:  # traced, for all sizes
             found[size] = same
             continue
-        found[size] = capture(made, example.first(size))
+        found[size] = capture(made, example.first(size), like)
     return found
 
 
@@ -262,7 +264,11 @@ class Profiled:
         captured = self._captured()
         if self.is_checked:
             on_progress("comparing a step with the model's own")
-            size = min(captured)
+            self._check(captured, min(captured))
+        return self._measured(captured, self.machine, on_progress)
+
+    def _check(self, captured: Mapping[int, LayeredModel], size: int) -> None:
+        try:
             check_capture(
                 self.make,
                 captured[size],
@@ -274,7 +280,11 @@ class Profiled:
                 dtype=self.dtype,
                 autocast=self.autocast,
             )
-        return self._measured(captured, self.machine, on_progress)
+        except InputError:
+            raise
+        except Exception as error:  # of the model's code, of any kind
+            reason = str(error).partition("\n")[0]
+            raise InputError(f"the model does not run on {size} samples: {reason}") from error
 
     def measure_degree(self, degree: int) -> Chain:
         """Costs of whole layers and of layers divided among ``degree`` ranks; all ranks call this.

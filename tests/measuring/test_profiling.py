@@ -193,6 +193,10 @@ def test_layers_that_need_two_samples_are_marked() -> None:
     least = [layer.min_samples for layer in measured(Normed(), vectors(4), (2, 4)).layers]
     assert least == [None, 2, None]
     assert {layer.min_samples for layer in measured(Known(), vectors(4), (2,)).layers} == {None}
+    single = measured(
+        Known(), vectors(4), (2,), loss=lambda out, to: cross_entropy(out.squeeze(), to)
+    )
+    assert [layer.min_samples for layer in single.layers][-1] == 2
     with pytest.raises(InputError, match=r"layer 'norm' fails on inputs of .*more than 1"):
         measured(Normed(), vectors(4), (1, 4))
 

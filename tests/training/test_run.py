@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import PackageNotFoundError
@@ -25,6 +26,7 @@ from training_plans import gpipe, straight
 from typer.testing import CliRunner
 
 from stagewright.cli import app
+from stagewright.formulations.plans.actions import parse_action
 from stagewright.formulations.plans.plan import save_plan
 from stagewright.graphs.documents.errors import InputError
 
@@ -35,10 +37,14 @@ import torch
 from stagewright.cli.factories import parse_optimizer
 from stagewright.cli.training import running
 from stagewright.executor.programs.periodic import lower_any
+from stagewright.executor.programs.program import Instruction
 from stagewright.executor.programs.verification.verify import verify
 from stagewright.executor.training.data.passes import mini_batches
+from stagewright.executor.training.interpreter.recorder import carry_out
 from stagewright.executor.training.logs import StepReport
 from stagewright.executor.training.ranks import launch
+from stagewright.executor.training.ranks.endings import Member
+from stagewright.executor.training.ranks.watching import Watch
 
 NO_ANSWER = "rank {} does not answer (killed, stopped or unreachable?)"
 LOST = "lost contact with another rank (killed, stuck or unreachable?)"
@@ -337,10 +343,40 @@ def test_a_failure_is_told_by_every_rank_with_its_place(job: Job) -> None:
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_run(job: Job) -> None:
     _, complaints = job.run("--timeout", 6, code=1, MISHAP="sleep 0 2")
-    assert complaints == [
-        "stagewright: rank 0: stopped at step 2: ended by SIGTERM",
-        f"stagewright: rank 1: stopped at step 2: {LOST}",
-    ]
+    place = r"kept the others waiting for [567] s at step 2, .*jobs\.py:\d+"
+    for rank, (line, who) in enumerate(zip(complaints, ("it", "rank 0"), strict=True)):
+        assert re.fullmatch(rf"stagewright: rank {rank}: stopped at step 2: {who} {place}", line)
+
+
+@pytest.mark.parametrize(
+    ("instruction", "told"),
+    [
+        ("1B3", "1B3 (stage 1, microbatch 3)"),
+        ("0REDUCE_GRAD", "0REDUCE_GRAD (stage 0)"),
+        ("12RUN", "12RUN (operator 12)"),
+    ],
+)
+def test_an_instruction_that_hangs_is_named(instruction: str, told: str) -> None:
+    """By another thread, with the line of the user's code; nothing where another is waited for."""
+    watch = Watch(Member(0, 1, torch.device("cpu"), "at step 2"), since=time.monotonic() - 100)
+    seen: list[str] = []
+
+    def look() -> None:
+        watch.look()
+        watch.since -= 7
+        watch.look()
+        seen.append(watch.told())
+
+    def hang() -> None:
+        looking = threading.Thread(target=look)
+        looking.start()
+        while looking.is_alive():
+            pass
+
+    carry_out([(Instruction(parse_action(instruction)), hang)], None, str, 1)
+    assert re.fullmatch(rf"7 s in {re.escape(told)} at step 2, .*test_run\.py:\d+", seen.pop())
+    watch.look()
+    assert watch.known == ("at step 2", "")
 
 
 STOPPED = [

@@ -30,6 +30,18 @@ class Exported:
     output: Callable[[Sequence[Tensor]], Any]
     guards: tuple[str, ...]
 
+    @property
+    def holds_tensors(self) -> bool:
+        """Whether the graph reads tensors that the model has not registered."""
+        for one in self.attributes.values():
+            within = one.modules() if isinstance(one, nn.Module) else ()
+            kept = (value for part in within for value in vars(part).values())
+            if not isinstance(one, nn.Module) or any(isinstance(value, Tensor) for value in kept):
+                return True
+            if any(True for _ in (*one.parameters(), *one.buffers())):
+                return True
+        return False
+
 
 def converted(
     model: nn.Module,

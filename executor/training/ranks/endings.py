@@ -140,6 +140,10 @@ class Ending:
             otherwise = f"rank {rank} failed: {reason}"
         elif "silent" in known:
             otherwise = self._silence(known["silent"].split())
+        elif "busy" in known:
+            rank, _, what = known["busy"].partition(" ")
+            name = "it" if rank == str(self.member.rank) else f"rank {rank}"
+            otherwise = f"{name} kept the others waiting for {what}"
         self._leave(1, f"{self._place()}: {otherwise}")
 
     def _await_reason(self, seconds: float) -> dict[str, str]:
@@ -157,15 +161,20 @@ class Ending:
                 self.roll_call.ask()
 
     def _missed(self) -> dict[str, str]:
-        """Tell other ranks which ranks have not answered, and wake these so that they end."""
+        """Tell other ranks which ranks have not answered, and wake these so that they end.
+
+        Where all have answered, tell which rank they wait for.
+        """
         with contextlib.suppress(RuntimeError):
             if self.store is not None and self.roll_call is not None:
                 ranks = self.roll_call.silent()
-                if ranks:
-                    listed = " ".join(map(str, ranks))
-                    told = self.store.compare_set(f"{attempt()}/silent", "", listed)
+                name, found = "silent", " ".join(map(str, ranks))
+                if not ranks:
+                    name, found = "busy", self.roll_call.busy()
+                if found:
+                    told = self.store.compare_set(f"{attempt()}/{name}", "", found)
                     self.roll_call.wake(ranks)
-                    return {"silent": told.decode()}
+                    return {name: told.decode()}
         return {}
 
     def _silence(self, ranks: list[str]) -> str:
@@ -180,7 +189,9 @@ class Ending:
         """The reasons that ranks of the job have stored."""
         with contextlib.suppress(RuntimeError):  # the store may be gone with its owner
             if self.store is not None:
-                keys = {name: f"{attempt()}/{name}" for name in ("refused", "failed", "silent")}
+                keys = {
+                    name: f"{attempt()}/{name}" for name in ("refused", "failed", "silent", "busy")
+                }
                 return {
                     name: self.store.get(key).decode()
                     for name, key in keys.items()

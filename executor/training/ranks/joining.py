@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.distributed_c10d import Store
 
+    from stagewright.executor.training.ranks.watching import Watch
 
 LOOK_SECONDS = 0.5  # between two looks for the question
 
@@ -48,13 +49,14 @@ class RollCall:
     """The roll call of a job, as one of its ranks sees it.
 
     ``store``: a connection to the job's store that the main thread does not use. ``prefix``: the
-    beginning of the keys. ``rank``: this one.
+    beginning of the keys. ``rank``: this one; ``watch`` knows what its main thread does.
     """
 
     store: "Store"
     prefix: str
     rank: int
     world_size: int
+    watch: "Watch"
 
     def here(self, rank: int) -> str:
         """The key under which ``rank`` stores its `address` when it comes."""
@@ -73,8 +75,9 @@ class RollCall:
     def _look(self, done: threading.Event) -> None:
         with contextlib.suppress(RuntimeError):  # the store may be gone with its owner
             while not done.wait(LOOK_SECONDS):
+                self.watch.look()
                 if self.store.check([self._question]):
-                    self.store.set(self._answer(self.rank), "")
+                    self.store.set(self._answer(self.rank), self.watch.told())
                     return
 
     def ask(self) -> None:
@@ -83,8 +86,12 @@ class RollCall:
 
     def silent(self) -> list[int]:
         """The other ranks that have not answered."""
-        others = (rank for rank in range(self.world_size) if rank != self.rank)
-        return [rank for rank in others if not self.store.check([self._answer(rank)])]
+        return [rank for rank in self._others if not self.store.check([self._answer(rank)])]
+
+    def busy(self) -> str:
+        """Once the others have answered: the first that waits for no rank, and what it does."""
+        told = ((rank, self.store.get(self._answer(rank)).decode()) for rank in self._others)
+        return next((f"{rank} {what}" for rank, what in told if what), "")
 
     def wake(self, ranks: Collection[int]) -> None:
         """Continue those of ``ranks`` that this rank's launcher started, if they are stopped.
@@ -97,6 +104,10 @@ class RollCall:
             if place == launcher:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(int(number), signal.SIGCONT)
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank != self.rank]
 
     @property
     def _question(self) -> str:
@@ -127,6 +138,8 @@ def joined(timeout_seconds: float) -> Iterator[Member]:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
 
+    from stagewright.executor.training.ranks.watching import Watch
+
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend, device = _backend()
     member = Member(rank, world_size, device)
@@ -136,7 +149,7 @@ def joined(timeout_seconds: float) -> Iterator[Member]:
             store = _connect(timeout_seconds)
             # A second connection: the main thread may be waiting in the first.
             ending.store = store.clone()  # type: ignore[attr-defined]
-            roll_call = RollCall(ending.store, attempt(), rank, world_size)
+            roll_call = RollCall(ending.store, attempt(), rank, world_size, Watch(member))
             _await_ranks(store, roll_call, timeout_seconds)
             ending.roll_call = roll_call
             member.peaks = Peaks(PrefixStore(f"{attempt()}/peaks", store), rank, world_size)

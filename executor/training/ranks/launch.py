@@ -2,7 +2,9 @@
 
 Where it is safe, the ranks are forks of the launcher, made after it has imported torch and before
 it does anything else: each rank starts its own threads, process groups, CUDA and user's code.
-Otherwise each rank is a new process, which imports torch again.
+If the import of the user's code has left nothing behind that forks would share, and has not asked
+which rank it is for, they are forked anew after it. Otherwise each rank is a new process, which
+imports torch again.
 """
 
 import atexit
@@ -11,6 +13,7 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
@@ -22,7 +25,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from stagewright.executor.training.ranks.endings import ENDING_SIGNALS, caught_signals, say
 from stagewright.graphs.documents.errors import InputError
@@ -101,6 +104,31 @@ def may_fork() -> bool:
     return threads == 1 and "libcuda.so" not in Path("/proc/self/maps").read_text()
 
 
+def open_files() -> set[str]:
+    """What the descriptors of this process are, by number."""
+    found = set()
+    for number in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
+        with contextlib.suppress(OSError):  # that of the listing itself is closed by now
+            found.add(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
+    return found
+
+
+class _Variables(dict[bytes, bytes]):
+    """Variables of the environment, and the names of those that were ``asked`` for."""
+
+    def __init__(self, given: Mapping[bytes, bytes]) -> None:
+        super().__init__(given)
+        self.asked: set[str] = set()
+
+    def __getitem__(self, name: bytes) -> bytes:
+        self.asked.add(os.fsdecode(name))
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self.asked.add(os.fsdecode(name) if isinstance(name, bytes) else "")
+        return super().__contains__(name)
+
+
 class LocalRanks:
     """Processes of this machine that carry out ``body`` as the ranks of one job.
 
@@ -115,6 +143,8 @@ class LocalRanks:
     def __init__(self, count: int, body: Callable[[], object]) -> None:
         self._count, self._body = count, body
         self._processes: list[BaseProcess] = []
+        self._gate: Connection | None = None
+        self.may_renew = False
         self._listener = socket.create_server((HOST, 0))
         self._port = self._listener.getsockname()[1]
         if may_fork():
@@ -127,6 +157,39 @@ class LocalRanks:
         self._kill()
         self._listener.close()
 
+    @contextlib.contextmanager
+    def importing(self) -> Iterator[None]:
+        """Look on while the body imports the user's code, which decides whether `renew` is sound.
+
+        Forks would share a thread's locks, the place in a file, a connection, a driver; and what
+        the code has read from the variables of a rank would be of no rank.
+        """
+        files, environment = open_files(), cast(Any, os.environ)
+        watched = environment._data = _Variables(environment._data)
+        try:
+            yield
+        finally:
+            environment._data = dict(watched)
+        self.may_renew = (
+            bool(self._processes)
+            and may_fork()
+            and open_files() == files
+            and watched.asked.isdisjoint(self._variables(0))
+        )
+
+    def renew(self, body: Callable[[], object]) -> None:
+        """Fork the ranks anew from what this process has become, to carry out ``body``."""
+        state = random.getstate()
+
+        def begun() -> None:
+            random.setstate(state)  # Python draws another one in each fork
+            body()
+
+        self._kill()
+        self._processes.clear()
+        self._body = begun
+        self._start(multiprocessing.get_context("fork"))
+
     def run(self) -> int:
         """Let the ranks begin, and wait for all of them.
 
@@ -137,6 +200,7 @@ class LocalRanks:
             store = self._serve()
             if not self._processes:
                 self._start(multiprocessing.get_context("spawn"))
+            assert self._gate is not None
             self._gate.send(None)
             code = self._await(caught)
             del store  # the ranks need it until they end

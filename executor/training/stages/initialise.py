@@ -4,6 +4,7 @@ import copy
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,12 @@ from stagewright.executor.capture.exported.exporting import Example
 from stagewright.executor.capture.layers import LayeredModel
 from stagewright.executor.capture.tracing import capture
 from stagewright.executor.capture.twins import twin
-from stagewright.executor.training.stages.partial_build import CannotBuild, build, outline_of
+from stagewright.executor.training.stages.partial_build import (
+    CannotBuild,
+    Outline,
+    build,
+    outline_of,
+)
 from stagewright.executor.training.stages.stored_weights import StoredWeights
 from stagewright.graphs.documents.errors import InputError
 
@@ -43,17 +49,47 @@ def initialise(
     InputError if the model cannot be captured, or ``weights`` are another model's.
     """
     if isinstance(model, nn.Module | list | tuple):
-        found, is_given = _with_same_tensors(model), True
+        found, like, is_given = _with_same_tensors(model), None, True
     else:
-        found, is_given = _built(model, wanted, seed, example, weights), False
-    layered = capture(found, example)
+        (found, like), is_given = _built(model, wanted, seed, example, weights), False
+    layered = capture(found, example, like)
     if evaluates:
-        layered = with_evaluation(found, layered, example)
+        layered = with_evaluation(found, layered, example, like)
     if weights is not None:
         weights.require(_as_module(found))
         stored = _stored(layered, wanted, weights)
         _replace(layered, {key: _read(weights, *one, dtype) for key, one in stored.items()})
     return place(layered, wanted, device, dtype, copied=is_given)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OutlinedModel:
+    """A factory of modules that was called without data under ``seed``, and the capture of that."""
+
+    factory: Callable[[], Model]
+    seed: int
+    outline: Outline
+    captured: LayeredModel
+
+    def __call__(self) -> Model:
+        """Call the factory again."""
+        return self.factory()
+
+
+def outlined(
+    factory: Callable[[], Model], seed: int, example: Example | None, *, evaluates: bool = False
+) -> OutlinedModel:
+    """Call ``factory`` without data and capture what it makes; one that was is returned as it is.
+
+    Raises CannotBuild if it reads values, InputError if the model cannot be captured.
+    """
+    if isinstance(factory, OutlinedModel) and factory.seed == seed:
+        return factory
+    outline = outline_of(factory, seed)
+    captured = capture(outline.model, example)
+    if evaluates:
+        captured = with_evaluation(outline.model, captured, example)
+    return OutlinedModel(factory, seed, outline, captured)
 
 
 def _built(
@@ -62,33 +98,27 @@ def _built(
     seed: int,
     example: Example | None,
     weights: StoredWeights | None,
-) -> Model:
-    found = _built_partly(factory, wanted, seed, example, weights)
-    if found is None:
+) -> tuple[Model, LayeredModel | None]:
+    """The model, with data for the wanted layers at least, and a capture of one like it."""
+    try:
+        known = outlined(factory, seed, example)
+        return _built_partly(known, wanted, weights), known.captured
+    except (CannotBuild, InputError):  # a plain call does it, or says in its own words what fails
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            found = factory()
-    return found
+            return factory(), None
 
 
 def _built_partly(
-    factory: Callable[[], Model],
-    wanted: Collection[int],
-    seed: int,
-    example: Example | None,
-    weights: StoredWeights | None,
-) -> Model | None:
-    """The model with data for the ``wanted`` layers that ``weights`` lack; None if it needs all."""
-    try:
-        outline = outline_of(factory, seed)
-        layered = capture(outline.model, example)
-        every = outline.numbers(_tensors(_as_module(outline.model)))
-        stored = {} if weights is None else _stored(layered, wanted, weights)
-        own = [layer.module for i, layer in enumerate(layered.layers) if i in wanted]
-        needed = [one for one in _tensors(*own) if id(one) not in stored]
-        return build(factory, seed, outline, every - outline.numbers(needed))
-    except (CannotBuild, InputError):  # a plain call does it, or says in its own words what fails
-        return None
+    known: OutlinedModel, wanted: Collection[int], weights: StoredWeights | None
+) -> Model:
+    """The model with data for the ``wanted`` layers that ``weights`` lack."""
+    outline, layered = known.outline, known.captured
+    every = outline.numbers(_tensors(_as_module(outline.model)))
+    stored = {} if weights is None else _stored(layered, wanted, weights)
+    own = [layer.module for i, layer in enumerate(layered.layers) if i in wanted]
+    needed = [one for one in _tensors(*own) if id(one) not in stored]
+    return build(known.factory, known.seed, outline, every - outline.numbers(needed))
 
 
 def _stored(
@@ -137,6 +167,11 @@ def _from_meminfo(entry: str) -> float:
     meminfo = Path("/proc/meminfo")
     found = re.search(rf"{entry}:\s*(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
     return int(found[1]) * 1024.0 if found else float("inf")
+
+
+def free_bytes() -> float:
+    """The memory of this host that processes may still take."""
+    return _from_meminfo("MemAvailable")
 
 
 def total_bytes(device: torch.device) -> float:

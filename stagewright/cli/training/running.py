@@ -3,6 +3,8 @@
 import math
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -87,6 +89,9 @@ class RunOptions(Modelled, Clipped, Seeded, Printed):
     """Compile layers by torch.compile, where their backward is whole."""
     timeout: float = 60.0
     """Seconds that a rank waits for another one."""
+    no_self_check: bool = False
+    """Leave out the comparison of the captured layers' loss and gradients of a microbatch with the
+    module's own, before the first step."""
 
 
 @command(
@@ -95,7 +100,7 @@ class RunOptions(Modelled, Clipped, Seeded, Printed):
         "Evaluation": "evaluate evaluate_every",
         "Parameters and checkpoints": "load_parameters save_parameters checkpoint checkpoint_every"
         " resume",
-        "How it runs": "dtype graph compile timeout seed tensorboard",
+        "How it runs": "dtype graph compile timeout seed tensorboard no_self_check",
     }
 )
 def run(given: RunOptions) -> int:
@@ -103,12 +108,10 @@ def run(given: RunOptions) -> int:
 
     Each rank computes with OMP_NUM_THREADS threads, by default one.
     """
-    from stagewright.executor.training.ranks.joining import joined
     from stagewright.executor.training.ranks.launch import is_rank, load_for_ranks
 
     load_for_ranks()
     require_timeout(given.timeout)
-    steps = given.steps
     if given.checkpoint is None and (given.resume or given.checkpoint_every is not None):
         raise InputError("--resume and --checkpoint-every need --checkpoint DIR")
     if given.evaluate is None and given.evaluate_every is not None:
@@ -116,16 +119,23 @@ def run(given: RunOptions) -> int:
 
     if not is_rank():
         return _start(_load(given.plan), given)
+    _be_rank(lambda: _task(_load(given.plan), given), given)
+    return 0
+
+
+def _be_rank(made: "Callable[[], Task]", given: RunOptions) -> None:
+    """Join the job that the environment describes, and carry out the task that is ``made``."""
+    from stagewright.executor.training.ranks.joining import joined
+
     with joined(given.timeout) as member:
         from stagewright.executor.training.logs import logging_to
         from stagewright.executor.training.training import train
 
-        task = _task(_load(given.plan), given)
+        task = made()
         with logging_to(given.log, given.tensorboard) as logged:
-            history = train(task, member, _both(_progress(steps), logged), _note)
+            history = train(task, member, _both(_progress(given.steps), logged), _note)
         if member.rank == 0:
             _print_summary(task, history, member.world_size, given.as_json)
-    return 0
 
 
 def require_timeout(seconds: float) -> None:
@@ -185,15 +195,21 @@ def _load(plan: Path) -> "AnyPlan":
 def _start(parsed: "AnyPlan", given: RunOptions) -> int:
     """Check the task once, then start the ranks."""
     from stagewright.cli import main
+    from stagewright.executor.training.ahead import prepared
     from stagewright.executor.training.ranks.launch import LocalRanks
     from stagewright.executor.training.training import devices_of_any
 
     with LocalRanks(len(devices_of_any(parsed)), main) as ranks:
-        task = _task(parsed, given)
+        with ranks.importing():
+            task = _task(parsed, given)
         try:
             _require_runnable(task)
         except InvalidPlan as error:
             return tell_invalid(given.plan, error, given)
+        captures, is_checked = ranks.may_renew, not given.no_self_check
+        task = prepared(task, _note, captures=captures, is_checked=is_checked)
+        if captures:
+            ranks.renew(partial(_be_rank, lambda: task, given))
         return ranks.run()
 
 
