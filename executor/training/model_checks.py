@@ -13,7 +13,7 @@ from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
 from stagewright.executor.capture.shapes import LayerTrace
 from stagewright.executor.programs.program import plan_devices
 from stagewright.executor.training.sharding.sharding import is_divided
-from stagewright.formulations.plans.actions import FLUSH, B, I, parse_action
+from stagewright.formulations.plans.actions import FLUSH, B, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.plans.shards import share_count
 from stagewright.graphs.documents.errors import InputError, Notice
@@ -99,14 +99,6 @@ def require_known_tensor_plan(plan: PipelinePlan) -> None:
                 f"stage {s} has tensor degree {stage.tensor} and offloads, which is not run "
                 "together; recompute, or plan without offloading"
             )
-    parts = {parse_action(one.action) for one in plan.actions if "I" in one.action}
-    for action in sorted(one for one in parts if one.kind is I):
-        if plan.stages[action.stage].tensor > 1:
-            raise InputError(
-                f"stage {action.stage} has tensor degree {plan.stages[action.stage].tensor} and "
-                f"{action}: a divided layer's backward is not split into I and W; plan whole "
-                "backwards (B) for it"
-            )
 
 
 def require_known_shards(plan: PipelinePlan, *, compiled: bool) -> None:
@@ -132,12 +124,6 @@ def _require_gathered_layers(plan: PipelinePlan, s: int, *, compiled: bool) -> N
         raise InputError(f"{where} and offloads, which is not run together; recompute instead")
     if compiled:
         raise InputError(f"{where}, whose layers are not compiled; leave out compile")
-    for one in plan.actions:
-        if "I" in one.action and parse_action(one.action).stage == s:
-            raise InputError(
-                f"{where} and {one.action}: its backward is not split into I and W; plan whole "
-                "backwards (B) for it"
-            )
 
 
 def require_not_divided(

@@ -102,19 +102,9 @@ def require_expressible(problem: TrainingProblem, layout: Layout) -> None:
             "zero1 or zero3",
         ),
         (
-            shards == "weights" and layout.schedule == "zero-bubble",
-            "backwards in two parts (zero-bubble) of weights that are gathered",
-            "1f1b or zero1",
-        ),
-        (
             shards != "none" and layout.pipeline > 1 and problem.architecture.tied,
             "stages with shards that share a tied table",
             "zero0, p1, or a model that is not tied",
-        ),
-        (
-            layout.tensor > 1 and layout.schedule == "zero-bubble",
-            "backwards in two parts (zero-bubble) of divided layers",
-            "1f1b or t1",
         ),
         (
             layout.tensor > 1 and layout.pipeline > 1 and problem.architecture.tied,

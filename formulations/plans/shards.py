@@ -155,17 +155,19 @@ def round_seconds(problem: PipelineProblem, stage: Stage) -> float:
     return max(sum(problem.round_seconds(one, ring) for one in volumes) for ring in rings)
 
 
-def exchange_seconds(problem: PipelineProblem, stage: Stage) -> tuple[float, float]:
-    """Seconds of a forward's exchanges, and of a backward's.
+def exchange_seconds(problem: PipelineProblem, stage: Stage) -> tuple[float, float, float]:
+    """Seconds of a forward's exchanges, and of those for the gradients of input and weights.
 
-    A backward gathers the weights and reduce-scatters the gradients. With ``recompute`` ``full`` it
-    runs all forwards first, which gather once more; with ``layer`` it recomputes a layer for which
-    the weights are there already.
+    A forward gathers the weights, so does the input gradient (I, or the first part of B), and the
+    weight gradient (W, or the rest of B) reduce-scatters the gradients. With ``recompute`` ``full``
+    all forwards run first, which gather once more; with ``layer`` a layer is recomputed while its
+    weights are there. A layer whose W needs its weights, as one without an input gradient, is taken
+    to gather them in I.
     """
     if stage.shards != "weights":
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     once = round_seconds(problem, stage)
-    return once, (3 if stage.recompute == "full" else 2) * once
+    return once, (2 if stage.recompute == "full" else 1) * once, once
 
 
 def update_share(problem: PipelineProblem, stage: Stage) -> float:

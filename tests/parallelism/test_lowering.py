@@ -273,11 +273,6 @@ def test_a_tied_table_is_in_both_layers() -> None:
             "no ZeRO 2: replicas divide the optimizer's state, or the weights too; choose zero1 or",
         ),
         (
-            "p2 t1 d2 b1 zero3 zero-bubble",
-            "no backwards in two parts (zero-bubble) of weights that are gathered; choose 1f1b or",
-        ),
-        ("p2 t2 d1 b1 zero-bubble", "no backwards in two parts (zero-bubble) of divided layers; "),
-        (
             "p1 t1 d2 b1 offload",
             "a pipeline plan that runs has no offloaded optimizer; choose a layout",
         ),

@@ -80,7 +80,8 @@ def cases(draw: st.DrawFn) -> tuple[PipelineProblem, ShardOracle, Times, Pipelin
     problem = PipelineProblem(chain, cluster, draw(st.integers(1, 3)))
     inner = draw(st.sets(st.integers(1, layers - 1), max_size=2)) if layers > 1 else set()
     found = [draw(stages(span)) for span in pairwise([0, *sorted(inner), layers])]
-    oracle = ShardOracle(problem, found, links)
+    split = [draw(st.booleans()) for _ in found]
+    oracle = ShardOracle(problem, found, links, split)
     times = oracle.schedule(lambda waiting: draw(st.sampled_from(waiting)))
     starts = empty_blocks(len(found), problem.microbatches)
     for action, (start, _) in times.items():

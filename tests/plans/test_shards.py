@@ -214,7 +214,7 @@ def split_in_two(plan: PipelinePlan) -> PipelinePlan:
         "another recomputation": (restaged(1, recompute="layer"), "duration"),
         "unknown shards": (restaged(0, shards="gradients"), "shards"),
         "stashed weights": (lambda plan: replace(plan, weights="stash"), "shards"),
-        "parts of a backward": (split_in_two, "shards"),
+        "parts of a backward": (split_in_two, "duration"),
         "an update without its gather": (edited("0UPDATE", finish_seconds=9.0), "duration"),
     }.values(),
 )  # fmt: skip

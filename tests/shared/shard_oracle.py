@@ -5,7 +5,7 @@ What decision 0035 says on top of what holds for stages without; no cost comes f
 
 from collections.abc import Sequence
 
-from tensor_oracle import UPDATE, B, F, Links, TensorOracle
+from tensor_oracle import UPDATE, B, F, I, Links, TensorOracle, W
 
 from stagewright.formulations.plans.actions import Action
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -14,12 +14,17 @@ from stagewright.formulations.plans.plan import Stage
 UNIT = 16
 """Bytes; every part is a multiple of it."""
 
+ROUNDS = {F: 1, B: 2, I: 1, W: 1}
+"""All-gathers and reduce-scatters of weights and gradients in a computation."""
+
 
 class ShardOracle(TensorOracle):
-    """What a plan costs whose stages may have ``shards``; backwards are whole."""
+    """What a plan costs whose stages may have ``shards``."""
 
-    def __init__(self, problem: PipelineProblem, stages: Sequence[Stage], links: Links) -> None:
-        super().__init__(problem, stages, links, split=[False] * len(stages))
+    def __init__(
+        self, problem: PipelineProblem, stages: Sequence[Stage], links: Links, split: Sequence[bool]
+    ) -> None:
+        super().__init__(problem, stages, links, split)
         self.reached = problem.cluster.all_reduce_share or 1.0
         """The share of a link's bandwidth that collectives reach."""
 
@@ -73,11 +78,9 @@ class ShardOracle(TensorOracle):
         if kind is UPDATE and shards != "none":
             found *= self.step_share(s)
             found += self.round_seconds(s) if shards == "optimizer" else 0.0
-        if shards == "weights" and kind is F:
-            found += self.round_seconds(s)
-        if shards == "weights" and kind is B:
-            again = 1 if self.stages[s].recompute == "full" else 0
-            found += (2 + again) * self.round_seconds(s)
+        if shards == "weights" and kind in ROUNDS:
+            again = self.stages[s].recompute == "full" and kind in (B, I)
+            found += (ROUNDS[kind] + again) * self.round_seconds(s)
         return found
 
     def step_share(self, s: int) -> float:
@@ -90,7 +93,9 @@ class ShardOracle(TensorOracle):
         if self.shards(s) != "weights":
             return super().add_end(s, found)
         if self.seconds(Action(s, UPDATE)) > 0:
-            found[Action(s, UPDATE)] = [Action(s, B, m) for m in self.microbatches]
+            found[Action(s, UPDATE)] = [
+                Action(s, self.backward(s)[-1], m) for m in self.microbatches
+            ]
         return None
 
     # --- Memory -----------------------------------------------------------------------------------

@@ -13,14 +13,13 @@ from profiles import UNSHRUNK, examples, slow_after
 torch = pytest.importorskip("torch", reason="the executor needs torch")
 
 import tensor_runs  # noqa: E402
-import training_plans as make  # noqa: E402
 from ranks import Ranks  # noqa: E402
 from shard_runs import ADAMW, Clipping, Scale, held_bytes, refused, traced  # noqa: E402
 from tensor_runs import ENTROPY, SGD, batches, gpt, interrupted, llama, refusal, run, summed  # noqa: E402
 from training_plans import fill_and_drain  # noqa: E402
 
 from stagewright.executor.training.stages.learning_rates import RateSchedule  # noqa: E402
-from stagewright.formulations.plans.plan import PipelinePlan, Stage  # noqa: E402
+from stagewright.formulations.plans.plan import Stage  # noqa: E402
 from stagewright.formulations.plans.shards import part_bytes  # noqa: E402
 
 trained = partial(tensor_runs.trained, tolerance=1e-12)
@@ -250,10 +249,6 @@ def frozen() -> Any:
     return model
 
 
-def in_parts(plan: PipelinePlan) -> PipelinePlan:
-    return make.zero_bubble_h1(plan.stages, 2)
-
-
 PAIR = Stage((0, 4), TWO, shards="weights")
 
 
@@ -261,7 +256,6 @@ PAIR = Stage((0, 4), TWO, shards="weights")
     ("stage", "change", "message"),
     [
         (replace(PAIR, offload=True), None, "stage 0 has shards 'weights' and offloads"),
-        (PAIR, in_parts, "stage 0 has shards 'weights' and 0I0: its backward is not split"),
         (replace(PAIR, shards="optimizer"), lambda plan: replace(plan, weights="stash"),
          "stage 0 has shards 'optimizer', which is run only by finite plans that begin with the "
          "forwards and have 'flush' weights; this one has 'stash'"),

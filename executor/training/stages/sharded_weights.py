@@ -5,8 +5,8 @@ its part, so that nothing is copied.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -214,12 +214,13 @@ class WeightShards(DividedWeights):
         return 2 * (sum(part.nbytes for part in self._parts) + largest)
 
     @contextmanager
-    def gathered(self, layer: int) -> Iterator[None]:
-        """Have the whole weights of a layer of the stage; all replicas are at it."""
+    def in_memory(self, layer: int, *, gathers: bool = False) -> Iterator[None]:
+        """Have memory for the whole weights of a layer of the stage."""
         for i in self._of_layer[layer]:
             if not self._users[i]:
                 self._whole[i].untyped_storage().resize_(self._sizes[i])
-                dist.all_gather_single(self._whole[i], self._parts[i], group=self._group)
+                if gathers:
+                    dist.all_gather_single(self._whole[i], self._parts[i], group=self._group)
             self._users[i] += 1
         yield
         for i in self._of_layer[layer]:
@@ -227,11 +228,23 @@ class WeightShards(DividedWeights):
             if not self._users[i]:
                 self._whole[i].untyped_storage().resize_(0)
 
+    def gathered(self, layer: int) -> AbstractContextManager[None]:
+        """Have the whole weights of a layer of the stage; all replicas are at it."""
+        return self.in_memory(layer, gathers=True)
+
+    def are_among(self, tensors: Iterable[Tensor], layer: int) -> bool:
+        """Whether some of the ``tensors`` are weights of a layer, or views of them."""
+        own = {self._whole[i].untyped_storage()._cdata for i in self._of_layer[layer]}
+        return any(one.untyped_storage()._cdata in own for one in tensors)
+
     @contextmanager
-    def summed(self, layer: int) -> Iterator[None]:
-        """Have the whole weights and gradients of a layer, and add up the replicas' gradients."""
+    def summed(self, layer: int, *, gathers: bool = True) -> Iterator[None]:
+        """Have the whole gradients of a layer, which are then summed up over the replicas.
+
+        Its weights too, if it ``gathers``.
+        """
         parameters, wholes = self.held[self.newest], dict[int, Tensor]()
-        with self.gathered(layer):
+        with self.gathered(layer) if gathers else nullcontext():
             for i in self._of_layer[layer]:
                 wholes[i] = self._flats[i].zeros(self._device)
                 for at, view in self._flats[i].views(wholes[i], parameters):

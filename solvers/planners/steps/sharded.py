@@ -46,9 +46,7 @@ def sharded(
     stages = tuple(_with_shards(stage, shards) for stage in given.stages)
     if stages == given.stages:
         return given
-    parts = zip(split_backwards(given), stages, strict=True)
-    split = tuple(bool(row.any()) and one.shards != "weights" for row, one in parts)
-    structure = Structure(stages, split)
+    structure = Structure(stages, tuple(bool(row.any()) for row in split_backwards(given)))
     work, endings, _ = work_of(problem, structure)
     if misfit(problem, structure, work) is not None:
         return None
