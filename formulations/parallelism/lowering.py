@@ -97,11 +97,6 @@ def require_expressible(problem: TrainingProblem, layout: Layout) -> None:
         ),
         (layout.sequence_parallel, "sequence parallelism", "a layout without sp"),
         (
-            layout.zero == 2 and layout.data > 1,
-            "ZeRO 2: replicas divide the optimizer's state, or the weights too",
-            "zero1 or zero3",
-        ),
-        (
             shards != "none" and layout.pipeline > 1 and problem.architecture.tied,
             "stages with shards that share a tied table",
             "zero0, p1, or a model that is not tied",
@@ -186,7 +181,7 @@ def _shards(layout: Layout) -> Shards:
     """The state that replicas divide by the layout's ZeRO stage; none with a single replica."""
     if layout.data == 1:
         return "none"
-    kinds: dict[int, Shards] = {1: "optimizer", 3: "weights"}
+    kinds: dict[int, Shards] = {1: "optimizer", 2: "gradients", 3: "weights"}
     return kinds.get(layout.zero, "none")
 
 

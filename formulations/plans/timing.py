@@ -254,7 +254,7 @@ def update_seconds(problem: PipelineProblem, stage: Stage) -> float:
     """
     devices = [problem.cluster.index[name] for name in stage.devices]
     step = of_shard(problem, stage).update_seconds(*stage.layers, devices)
-    gather = round_seconds(problem, stage) if stage.shards == "optimizer" else 0.0
+    gather = round_seconds(problem, stage) if stage.joint(UPDATE) > 1 else 0.0
     return step * update_share(problem, stage) + gather
 
 

@@ -99,12 +99,16 @@ LOOP, LINE, V = interleaved(2, 2, 4), zb_h1(2, 4), zbv(2, 4)
 PUBLISHED = {
     "V, weights": (V, 2, {"shards": "weights", "recompute": "full"}),
     "V, tensor": (V, 2, {"tensor": 2}),
-    "line, weights": (LINE, 2, {"shards": "weights"}),
+    "line, gradients": (LINE, 2, {"shards": "gradients"}),
     "optimizer and tensor": (zb_h1(1, 4), 4, {"tensor": 2, "shards": "optimizer"}),
     "line, tensor": (LINE, 2, {"tensor": 2, "recompute": "layer"}),
     "weights and tensor": (zb_h1(1, 4), 4, {"tensor": 2, "shards": "weights"}),
+    "gradients and tensor": (zb_h1(1, 4), 4, {"tensor": 2, "shards": "gradients"}),
+    "line, weights": (LINE, 2, {"shards": "weights", "recompute": "layer"}),
+    "V, gradients": (V, 2, {"shards": "gradients", "recompute": "full"}),
     "V, optimizer": (V, 2, {"shards": "optimizer"}),
     "loop, optimizer": (LOOP, 2, {"shards": "optimizer"}),
+    "loop, gradients": (LOOP, 2, {"shards": "gradients"}),
     "loop, weights": (LOOP, 2, {"shards": "weights"}),
     "loop, tensor": (LOOP, 2, {"tensor": 2}),
 }

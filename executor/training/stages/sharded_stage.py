@@ -1,24 +1,24 @@
-"""The computations of a stage whose weights are gathered layer by layer."""
+"""The computations of a stage whose replicas divide gradients, or weights too, by layers."""
 
 from typing import Any
 
 from stagewright.executor.capture.split_layer import SavedForWeights, SplitLayer
 from stagewright.executor.capture.twins import made_once
 from stagewright.executor.training.stages.flights import InFlight, backward_of
-from stagewright.executor.training.stages.sharded_weights import WeightShards
+from stagewright.executor.training.stages.sharded_weights import GradientShards
 from stagewright.executor.training.stages.stage import Gradients, Seed, StageComputation, Tensors
 
 
 class ShardedComputation(StageComputation):
-    """A stage of which every replica has a part of the ``weights``.
+    """A stage of which every replica has a part of the gradients, or of the ``weights`` too.
 
-    Each layer has its own record of autograd, so that its weights are there only while it computes.
-    Backwards begin at the stage's outputs, which are never attached. In two parts, I gathers a
-    layer's weights and W sums up its gradients; a layer without pieces does both in I, and one
-    whose weight gradients need its weights (without an input gradient, say) gathers them in W.
+    Each layer has its own record of autograd, so that what is divided is whole only while it
+    computes. Backwards begin at the stage's outputs, which are never attached. In two parts, I
+    gathers a layer's weights and W sums up its gradients; a layer without pieces does both in I,
+    and one whose weight gradients need its weights (as without an input gradient) gathers in W.
     """
 
-    def __init__(self, *given: Any, weights: WeightShards, **options: Any) -> None:
+    def __init__(self, *given: Any, weights: GradientShards, **options: Any) -> None:
         super().__init__(*given, **options)
         self._weights = weights
 
