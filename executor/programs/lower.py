@@ -112,7 +112,7 @@ def with_updates(plan: PipelinePlan, rows: Rows, families: Families = ()) -> Row
                 *row[i : i + 1],
             )
         ]
-        for s in (s for s in due if plan.stages[s].shards == "optimizer"):
+        for s in (s for s in due if plan.stages[s].joint(ActionKind.UPDATE) > 1):
             whole = _with_later_reductions(whole, Action(s, ActionKind.UPDATE), planned[s], start)
         out.append(whole)
     return out
@@ -169,7 +169,7 @@ def require_equal_turns(plan: PipelinePlan) -> None:
 
 
 def _is_joint(plan: PipelinePlan, action: Action) -> bool:
-    return action.kind in COMPUTE and plan.stages[action.stage].joint > 1
+    return action.kind in COMPUTE and plan.stages[action.stage].joint(action.kind) > 1
 
 
 def _ends_backward(instruction: Instruction, stage: int) -> bool:

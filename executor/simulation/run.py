@@ -164,11 +164,9 @@ def joint_groups(
 ) -> list[list[int]]:
     """Entries of an action of ``stage`` by the groups of devices that exchange values within it.
 
-    These are tensor groups, or all replicas that gather weights.
+    These are tensor groups, or all replicas that divide their state.
     """
-    size = stage.joint
-    if kind is UPDATE:
-        size = len(stage.devices) if stage.shards == "optimizer" else 1
+    size = stage.joint(kind)
     at = {plan.actions[i].device: i for i in entries}
     groups = groups_of(stage.devices, size)
     return [[at[name] for name in group] for group in groups if size > 1 and group[0] in at]

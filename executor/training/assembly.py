@@ -32,6 +32,7 @@ from stagewright.executor.training.stages.initialise import Model, initialise
 from stagewright.executor.training.stages.learning_rates import MakeSchedule, ParameterGroups
 from stagewright.executor.training.stages.sharded_weights import (
     DividedWeights,
+    GradientShards,
     OptimizerShards,
     WeightShards,
     move,
@@ -159,7 +160,11 @@ class Interpreters:
         return found
 
 
-_SHARDED: dict[str, type[DividedWeights]] = {"optimizer": OptimizerShards, "weights": WeightShards}
+_SHARDED: dict[str, type[DividedWeights]] = {
+    "optimizer": OptimizerShards,
+    "gradients": GradientShards,
+    "weights": WeightShards,
+}
 
 
 def example_of(

@@ -13,7 +13,7 @@ from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
 from stagewright.executor.capture.shapes import LayerTrace
 from stagewright.executor.programs.program import plan_devices
 from stagewright.executor.training.sharding.sharding import is_divided
-from stagewright.formulations.plans.actions import FLUSH, B, I, parse_action
+from stagewright.formulations.plans.actions import FLUSH, B, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.plans.shards import share_count
 from stagewright.graphs.documents.errors import InputError, Notice
@@ -26,8 +26,7 @@ def require_trainable(
 ) -> None:
     """Refuse what the plan of a pipeline cannot be trained with, before a model is made."""
     require_clip_norm(plan, clip_norm)
-    require_known_tensor_plan(plan)
-    require_known_shards(plan, compiled=compiled)
+    require_run_divided(plan, compiled=compiled)
     require_accumulated(plan, accumulate, traced=traced)
 
 
@@ -81,63 +80,26 @@ def warn_of_divided_loss(plan: PipelinePlan) -> None:
         )
 
 
-def require_known_tensor_plan(plan: PipelinePlan) -> None:
-    """Refuse features that do not work with stages of a tensor degree above 1."""
-    stages = [(s, stage) for s, stage in enumerate(plan.stages) if stage.tensor > 1]
-    if not stages:
-        return
-    where = f"stage {stages[0][0]} has tensor degree {stages[0][1].tensor}"
-    if plan.spans_steps or plan.weight_rule != FLUSH:
-        raise InputError(
-            f"{where}, which is run only by finite plans that begin with the forwards and have "
-            f"'flush' weights; this one has {plan.weights!r}"
-            + (" and begins with the backwards" if plan.is_backward_first else "")
-        )
-    for s, stage in stages:
-        if stage.offload:
-            raise InputError(
-                f"stage {s} has tensor degree {stage.tensor} and offloads, which is not run "
-                "together; recompute, or plan without offloading"
-            )
-    parts = {parse_action(one.action) for one in plan.actions if "I" in one.action}
-    for action in sorted(one for one in parts if one.kind is I):
-        if plan.stages[action.stage].tensor > 1:
-            raise InputError(
-                f"stage {action.stage} has tensor degree {plan.stages[action.stage].tensor} and "
-                f"{action}: a divided layer's backward is not split into I and W; plan whole "
-                "backwards (B) for it"
-            )
-
-
-def require_known_shards(plan: PipelinePlan, *, compiled: bool) -> None:
-    """Refuse features that do not work with replicas that divide their state."""
+def require_run_divided(plan: PipelinePlan, *, compiled: bool) -> None:
+    """Refuse what does not work with stages of a tensor degree above 1, or that divide states."""
     for s, stage in enumerate(plan.stages):
-        if stage.shards == "none":
+        found = [f"tensor degree {stage.tensor}"] if stage.tensor > 1 else []
+        found += [f"shards {stage.shards!r}"] if stage.shards != "none" else []
+        if not found:
             continue
-        where = f"stage {s} has shards {stage.shards!r}"
+        where = f"stage {s} has {found[-1]}"
         if plan.spans_steps or plan.weight_rule != FLUSH:
             raise InputError(
                 f"{where}, which is run only by finite plans that begin with the forwards and have "
                 f"'flush' weights; this one has {plan.weights!r}"
                 + (" and begins with the backwards" if plan.is_backward_first else "")
             )
-        if stage.shards == "weights":
-            _require_gathered_layers(plan, s, compiled=compiled)
-
-
-def _require_gathered_layers(plan: PipelinePlan, s: int, *, compiled: bool) -> None:
-    """Refuse features that need a layer's weights when the weights are not gathered."""
-    where = f"stage {s} has shards 'weights'"
-    if plan.stages[s].offload:
-        raise InputError(f"{where} and offloads, which is not run together; recompute instead")
-    if compiled:
-        raise InputError(f"{where}, whose layers are not compiled; leave out compile")
-    for one in plan.actions:
-        if "I" in one.action and parse_action(one.action).stage == s:
-            raise InputError(
-                f"{where} and {one.action}: its backward is not split into I and W; plan whole "
-                "backwards (B) for it"
-            )
+        # Of layers that have a record of autograd each.
+        alone = stage.shards in ("gradients", "weights")
+        if stage.offload and (stage.tensor > 1 or alone):
+            raise InputError(f"{where} and offloads, which is not run together; recompute instead")
+        if compiled and alone:
+            raise InputError(f"{where}, whose layers are not compiled; leave out compile")
 
 
 def require_not_divided(

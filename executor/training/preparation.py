@@ -28,7 +28,7 @@ from stagewright.executor.training.model_checks import (
 from stagewright.executor.training.ranks.rank import Rank, RankProgram
 from stagewright.executor.training.stages.initialise import total_bytes
 from stagewright.executor.training.stages.sharded_stage import ShardedComputation
-from stagewright.executor.training.stages.sharded_weights import WeightShards
+from stagewright.executor.training.stages.sharded_weights import GradientShards
 from stagewright.executor.training.stages.stage import SampleShare, StageComputation, StageLayer
 from stagewright.executor.training.stages.staged_model import StagedModel
 from stagewright.executor.training.stages.weights import Weights
@@ -92,7 +92,7 @@ class Crossing:
         lane = self.lane(rank, s)
         share = self.share(s, lane)
         given = self.stage_layers(s, lane), recompute, rank.device, autocast
-        if isinstance(weights, WeightShards):
+        if isinstance(weights, GradientShards):
             return ShardedComputation(*given, share=share, weights=weights)
         return StageComputation(*given, offload=offload, share=share, compiled=compiled)
 
@@ -265,7 +265,7 @@ class Preparation:
         """Refuse to begin a run that cannot fit into memory."""
         footprints = {s: one.footprint() for s, one in computations.items()}
         for s, weights in self.weights.items():
-            if isinstance(weights, WeightShards):
+            if isinstance(weights, GradientShards):
                 least = weights.static_bytes
                 footprints[s] = replace(footprints[s], static_bytes=least, gradient_bytes=0.0)
                 continue

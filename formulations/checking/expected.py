@@ -175,8 +175,6 @@ def _unknown_parts(
     for s in np.flatnonzero(split.any(axis=1)).tolist():
         if stages[s].offload:
             yield Violation("offload", f"stage {s}", "offloading needs whole backwards (B)")
-        if stages[s].shards == "weights":
-            yield Violation("shards", f"stage {s}", "sharded weights need whole backwards (B)")
         name = of_shard(problem, stages[s]).layer_with_whole_backward(*stages[s].layers)
         if name is not None:
             yield Violation(

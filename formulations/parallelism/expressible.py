@@ -10,7 +10,7 @@ def shards_of(layout: Layout) -> Shards:
     """The state that replicas divide by the layout's ZeRO stage; none with a single replica."""
     if layout.data == 1:
         return "none"
-    kinds: dict[int, Shards] = {1: "optimizer", 3: "weights"}
+    kinds: dict[int, Shards] = {1: "optimizer", 2: "gradients", 3: "weights"}
     return kinds.get(layout.zero, "none")
 
 
@@ -36,24 +36,9 @@ def require_expressible(problem: TrainingProblem, layout: Layout) -> None:
         ),
         (layout.sequence_parallel, "sequence parallelism", "a layout without sp"),
         (
-            layout.zero == 2 and layout.data > 1,
-            "ZeRO 2: replicas divide the optimizer's state, or the weights too",
-            "zero1 or zero3",
-        ),
-        (
-            shards == "weights" and layout.schedule == "zero-bubble",
-            "backwards in two parts (zero-bubble) of weights that are gathered",
-            "1f1b or zero1",
-        ),
-        (
             shards != "none" and layout.pipeline > 1 and problem.architecture.tied,
             "stages with shards that share a tied table",
             "zero0, p1, or a model that is not tied",
-        ),
-        (
-            layout.tensor > 1 and layout.schedule == "zero-bubble",
-            "backwards in two parts (zero-bubble) of divided layers",
-            "1f1b or t1",
         ),
         (
             layout.tensor > 1 and layout.pipeline > 1 and problem.architecture.tied,

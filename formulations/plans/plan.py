@@ -8,7 +8,16 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from stagewright.formulations.plans import plan_class
-from stagewright.formulations.plans.actions import WEIGHT_RULES, WeightRule, Weights
+from stagewright.formulations.plans.actions import (
+    COMPUTE,
+    UPDATE,
+    WEIGHT_RULES,
+    ActionKind,
+    B,
+    W,
+    WeightRule,
+    Weights,
+)
 from stagewright.formulations.plans.envelope import Envelope
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
@@ -19,6 +28,15 @@ VERSION: Literal[1] = 1
 
 Begins = Literal["forward", "backward"]
 """What a finite schedule begins with; see `Schedule`."""
+
+
+_OF_REPLICAS: dict[plan_class.Shards, tuple[ActionKind, ...]] = {
+    "none": (),
+    "optimizer": (UPDATE,),
+    "gradients": (B, W, UPDATE),
+    "weights": COMPUTE,
+}
+"""The actions in which all replicas of a stage exchange what they divide."""
 
 
 @documents.record
@@ -36,9 +54,9 @@ class Stage:
     (tensor parallelism); a group takes the place of one device in the replication.
 
     ``shards`` says what the replicas divide among them, each with an equal part (ZeRO, Rajbhandari
-    et al. 2020): nothing (``none``); the state of the optimizer (``optimizer``, ZeRO-1); or also
-    weights and gradients (``weights``, ZeRO-3), so that a layer's weights are gathered for each of
-    its forwards and backwards.
+    et al. 2020): nothing (``none``); the state of the optimizer (``optimizer``, ZeRO-1); also
+    gradients (``gradients``, ZeRO-2), so that a layer's are summed up in each of its backwards; or
+    weights too (``weights``, ZeRO-3), which are gathered for each of its forwards and backwards.
     """
 
     layers: tuple[int, int]
@@ -80,12 +98,13 @@ class Stage:
     @property
     def reduces(self) -> bool:
         """Whether gradients are summed up once, after the backwards, and not within each."""
-        return self.replicas > 1 and self.shards != "weights"
+        return self.replicas > 1 and self.shards in ("none", "optimizer")
 
-    @property
-    def joint(self) -> int:
-        """Among how many consecutive devices a computation has collectives."""
-        return len(self.devices) if self.shards == "weights" else self.tensor
+    def joint(self, kind: ActionKind) -> int:
+        """Among how many consecutive devices a computation or update has collectives."""
+        if kind in _OF_REPLICAS.get(self.shards, ()):
+            return len(self.devices)
+        return 1 if kind is UPDATE else self.tensor
 
     @property
     def lanes(self) -> tuple[tuple[str, ...], ...]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Replication = Literal["split", "round-robin"]
 Recompute = Literal["none", "full", "layer"]
-Shards = Literal["none", "optimizer", "weights"]
+Shards = Literal["none", "optimizer", "gradients", "weights"]
 ScheduleKind = Literal["finite", "periodic", "backward-first"]
 Sharing = Literal["none", "groups", "any"]
 
@@ -171,14 +171,14 @@ def class_of_stages(
 
 
 def require_replicas(shards: Shards, replication: Replication, replicas: int) -> None:
-    """Refuse shards without replicas, or of weights that replicas need at different times."""
+    """Refuse shards without replicas, or of layers that replicas compute at different times."""
     if shards == "none":
         return
     if replicas == 1:
         raise InputError(f"shards {shards!r} needs several replicas, the stage has one")
-    if shards == "weights" and replication != "split":
+    if shards in ("gradients", "weights") and replication != "split":
         raise InputError(
-            "shards 'weights' gathers a layer from all replicas at once, but those of a "
+            f"shards {shards!r} needs all replicas at a layer at once, but those of a "
             "round-robin stage compute at different times: use replication 'split'"
         )
 

@@ -2,12 +2,13 @@
 
 With ``optimizer`` (ZeRO-1) a replica has all weights and gradients and updates a part. After the
 last backward the gradients are reduce-scattered; an update ends with the all-gather of the new
-weights. With ``weights`` (ZeRO-3) a replica keeps a part of all: the weights of a layer are
-gathered for its forward and for its backward, and its gradients are reduce-scattered at the end of
-the backward. Computations wait for these exchanges, which are a part of them.
+weights. With ``gradients`` (ZeRO-2) a replica has all weights and a part of the gradients: those of
+a layer are reduce-scattered at the end of each backward. With ``weights`` (ZeRO-3) a replica keeps
+a part of all: the weights of a layer are also gathered for its forward and for its backward.
+Computations wait for these exchanges, which are a part of them.
 
 Numbers are divided as they lie in memory, whatever tensor they belong to: the whole stage with
-``optimizer``, layer by layer with ``weights``. All parts are equal, with padding at the end.
+``optimizer``, else layer by layer. All parts are equal, with padding at the end.
 
 Stages whose layers groups of devices compute together, and transfers between the groups.
 
@@ -132,19 +133,19 @@ def state_bytes(problem: PipelineProblem, stage: Stage) -> float:
     """
     of_optimizer = problem.chain.optimizer_bytes_per_parameter_byte
     own = _own_bytes(problem, stage)
-    if stage.shards == "weights":
-        return (2 + of_optimizer) * own
-    return 2 * of_shard(problem, stage).gradient_bytes(*stage.layers) + of_optimizer * own
+    whole = of_shard(problem, stage).gradient_bytes(*stage.layers)
+    weights = own if stage.shards == "weights" else whole
+    gradients = whole if stage.shards == "optimizer" else own
+    return weights + gradients + of_optimizer * own
 
 
 def gathered_bytes(problem: PipelineProblem, stage: Stage) -> float:
-    """Bytes of a layer's whole weights and gradients while it computes, for the largest layer.
+    """Bytes of a layer's whole gradients, and weights, while it computes, for the largest layer.
 
     Only in its backward are there both; a device computes one layer at a time, of all its stages.
     """
-    if stage.shards != "weights":
-        return 0.0
-    return 2 * stage.replicas * max(_parts(problem, stage), default=0.0)
+    count = {"gradients": 1, "weights": 2}.get(stage.shards, 0)
+    return count * stage.replicas * max(_parts(problem, stage), default=0.0)
 
 
 def round_seconds(problem: PipelineProblem, stage: Stage) -> float:
@@ -155,17 +156,21 @@ def round_seconds(problem: PipelineProblem, stage: Stage) -> float:
     return max(sum(problem.round_seconds(one, ring) for one in volumes) for ring in rings)
 
 
-def exchange_seconds(problem: PipelineProblem, stage: Stage) -> tuple[float, float]:
-    """Seconds of a forward's exchanges, and of a backward's.
+def exchange_seconds(problem: PipelineProblem, stage: Stage) -> tuple[float, float, float]:
+    """Seconds of a forward's exchanges, and of those for the gradients of input and weights.
 
-    A backward gathers the weights and reduce-scatters the gradients. With ``recompute`` ``full`` it
-    runs all forwards first, which gather once more; with ``layer`` it recomputes a layer for which
-    the weights are there already.
+    The weight gradient (W, or the rest of B) reduce-scatters the gradients. Divided weights are
+    gathered for the forward and for the input gradient (I, or the first part of B). With
+    ``recompute`` ``full`` all forwards run first, which gather once more; with ``layer`` a layer is
+    recomputed while its weights are there. A layer whose W needs its weights, as one without an
+    input gradient, is taken to gather them in I.
     """
-    if stage.shards != "weights":
-        return 0.0, 0.0
+    if stage.shards not in ("gradients", "weights"):
+        return 0.0, 0.0, 0.0
     once = round_seconds(problem, stage)
-    return once, (3 if stage.recompute == "full" else 2) * once
+    if stage.shards == "gradients":
+        return 0.0, 0.0, once
+    return once, (2 if stage.recompute == "full" else 1) * once, once
 
 
 def update_share(problem: PipelineProblem, stage: Stage) -> float:
@@ -181,8 +186,10 @@ def exchanged_rounds(stage: Stage, microbatches: int) -> int:
 
     An all-reduce counts twice: it is a reduce-scatter and an all-gather.
     """
-    if stage.shards != "weights":
+    if stage.shards in ("none", "optimizer"):
         return 2
+    if stage.shards == "gradients":
+        return microbatches + 1
     return microbatches * (4 if stage.recompute == "full" else 3)
 
 
@@ -190,5 +197,5 @@ def require_no_shards(stages: Sequence[Stage], who: str, instead: str) -> None:
     """Raise InputError if the replicas of a stage divide their state, which ``who`` cannot."""
     for s, stage in enumerate(stages):
         if stage.shards != "none":
-            what = "optimizer state" if stage.shards == "optimizer" else "weights"
+            what = "optimizer state" if stage.shards == "optimizer" else stage.shards
             raise InputError(f"stage {s} shards its {what}: {who}; {instead}")

@@ -129,8 +129,20 @@ def compute_seconds(
     firsts = devices[:: stage.tensor]
     forward, backward = of_shard(problem, stage).compute_seconds(*stage.layers, firsts)
     again = 0.0 if stage.recompute == "none" else forward
-    there, back = exchange_seconds(problem, stage)
-    return forward + there, backward + again + back
+    there, *back = exchange_seconds(problem, stage)
+    return forward + there, backward + again + sum(back)
+
+
+def gradient_seconds(
+    problem: PipelineProblem, stage: Stage, devices: Sequence[int]
+) -> tuple[float, float]:
+    """Time of the two parts of a backward, I with recomputation and W, as `compute_seconds`."""
+    shard, firsts = of_shard(problem, stage), devices[:: stage.tensor]
+    of_input, of_weights = shard.gradient_seconds(*stage.layers, firsts)
+    if stage.recompute != "none":
+        of_input += shard.compute_seconds(*stage.layers, firsts)[0]
+    _, *exchanges = exchange_seconds(problem, stage)
+    return of_input + exchanges[0], of_weights + exchanges[1]
 
 
 def kernel_shares(problem: PipelineProblem, stage: Stage) -> dict[ActionKind, float]:
@@ -162,10 +174,8 @@ def _add_computations(
         forward, backward = compute_seconds(problem, stage, devices)
         seconds[F][s, every], seconds[B][s, every] = forward, backward + step
         if split:
-            shard, firsts = of_shard(problem, stage), devices[:: stage.tensor]
-            of_input, of_weights = shard.gradient_seconds(*stage.layers, firsts)
-            again = 0.0 if stage.recompute == "none" else forward
-            seconds[I][s, every], seconds[W][s, every] = of_input + again, of_weights + step
+            of_input, of_weights = gradient_seconds(problem, stage, devices)
+            seconds[I][s, every], seconds[W][s, every] = of_input, of_weights + step
 
 
 def _add_transfers(problem: PipelineProblem, stages: Sequence[Stage], seconds: Blocks) -> None:
@@ -244,7 +254,7 @@ def update_seconds(problem: PipelineProblem, stage: Stage) -> float:
     """
     devices = [problem.cluster.index[name] for name in stage.devices]
     step = of_shard(problem, stage).update_seconds(*stage.layers, devices)
-    gather = round_seconds(problem, stage) if stage.shards == "optimizer" else 0.0
+    gather = round_seconds(problem, stage) if stage.joint(UPDATE) > 1 else 0.0
     return step * update_share(problem, stage) + gather
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from stagewright.formulations.checking.check import require_valid
 from stagewright.formulations.checking.peaks import memory_exceeded
 from stagewright.formulations.checking.times import read_times
-from stagewright.formulations.plans.actions import COMPUTE, FLUSH, Action, ActionKind, parse_action
+from stagewright.formulations.plans.actions import COMPUTE, FLUSH, Action, parse_action
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
@@ -28,7 +28,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster, Device, from_matrix
 from stagewright.graphs.models.sharding import require_degree
 
-_INSTEAD = "plan with --planner spp, or with an --order that keeps backwards whole"
+_INSTEAD = "plan with --planner spp, or with an --order of one path"
 
 
 def problem_of_groups(problem: PipelineProblem, degree: int) -> PipelineProblem:
@@ -125,8 +125,6 @@ def _require_runnable(found: PipelinePlan) -> None:
         for other in found.stages:
             if set(stage.devices) != set(other.devices) and set(stage.devices) & set(other.devices):
                 raise InputError(f"stage {s} shares some of its devices with another; {_INSTEAD}")
-    if any(parse_action(one.action).kind is ActionKind.INPUT_GRADIENT for one in found.actions):
-        raise InputError(f"backwards of divided stages are whole; {_INSTEAD}")
 
 
 def _divided(stage: Stage, members: Mapping[str, Sequence[str]], degree: int) -> Stage:

@@ -83,9 +83,9 @@ class PlanRequest(_Problem):
     bandwidths. auto, general, madpipe and 1f1b-star offload where it helps (auto and general by
     default), the other planners in every stage."""
     shards: Shards = "none"
-    """What the replicas of a stage divide: the optimizer's state (ZeRO-1), or the weights too
-    (ZeRO-3). Put into the plan that is found without, or where none fits, into one that is found
-    for smaller states: nothing is proved about it."""
+    """What the replicas of a stage divide: the optimizer's state (ZeRO-1), gradients too (ZeRO-2),
+    or all with the weights (ZeRO-3). Put into the plan that is found without, or where none fits,
+    into one that is found for smaller states: nothing is proved about it."""
     tensor: Annotated[int | None, Option(form="T")] = None
     """Tensor degree of all stages: each T devices of a server compute their layers together. The
     model needs costs of that degree (profile --tensor)."""

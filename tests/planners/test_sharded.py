@@ -29,7 +29,7 @@ def planned(problem: PipelineProblem, planner: str, **choices: object) -> Result
 
 
 @pytest.mark.parametrize(
-    ("planner", "shards"), [("spp", "optimizer"), ("spp", "weights"), ("general", "optimizer")]
+    ("planner", "shards"), [("spp", "gradients"), ("spp", "weights"), ("general", "optimizer")]
 )
 def test_replicated_stages_divide_their_state(planner: str, shards: str) -> None:
     problem = one_server()
@@ -51,7 +51,7 @@ def test_replicated_stages_divide_their_state(planner: str, shards: str) -> None
         assert size < before[name] if name in sharing else size == before[name]
 
 
-@pytest.mark.parametrize("shards", ["optimizer", "weights"])
+@pytest.mark.parametrize("shards", ["optimizer", "gradients", "weights"])
 def test_what_fits_only_with_shards_is_found(shards: str) -> None:
     """All layers on four devices, of which none has room for two moments of every number."""
     problem = one_server()
@@ -138,5 +138,6 @@ def test_plans_without_replicas_stay() -> None:
 def test_plans_that_overlap_have_no_shards() -> None:
     with pytest.raises(InputError, match=r"shards 'optimizer' need a finite schedule .* use auto"):
         planned(one_server(), "pipedream-async", shards="optimizer")
-    with pytest.raises(InputError, match="shards must be one of none, optimizer, weights, got 'z'"):
+    known = "none, optimizer, gradients, weights"
+    with pytest.raises(InputError, match=f"shards must be one of {known}, got 'z'"):
         Choices(shards="z")  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
-from shard_oracle import ShardOracle
+from shard_oracle import WHOLE, ShardOracle
 
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.checking.check import check
@@ -17,6 +17,7 @@ from stagewright.formulations.plans.actions import Action, parse_action
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
+from stagewright.formulations.plans.plan_class import SHARDS
 from stagewright.formulations.plans.timing import empty_blocks
 from stagewright.graphs.machines.cluster import Device, from_matrix
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
@@ -56,8 +57,8 @@ def stages(draw: st.DrawFn, layers: tuple[int, int]) -> Stage:
     order = draw(st.sampled_from(list(permutations([(0, 1), (2, 3), (4, 5)]))))
     devices = [f"d{v}" for pair in order for v in pair]
     count = draw(st.integers(1, 3))
-    shards = draw(st.sampled_from(["none", "optimizer", "weights"])) if count > 1 else "none"
-    ways = ["split"] if shards == "weights" else ["split", "round-robin"]
+    shards = draw(st.sampled_from(SHARDS)) if count > 1 else "none"
+    ways = ["split"] if shards in WHOLE else ["split", "round-robin"]
     return Stage(
         layers, tuple(devices[: count * t]), draw(st.sampled_from(ways)),
         draw(st.sampled_from(["none", "full", "layer"])), tensor=t, shards=shards,
@@ -80,7 +81,8 @@ def cases(draw: st.DrawFn) -> tuple[PipelineProblem, ShardOracle, Times, Pipelin
     problem = PipelineProblem(chain, cluster, draw(st.integers(1, 3)))
     inner = draw(st.sets(st.integers(1, layers - 1), max_size=2)) if layers > 1 else set()
     found = [draw(stages(span)) for span in pairwise([0, *sorted(inner), layers])]
-    oracle = ShardOracle(problem, found, links)
+    split = [draw(st.booleans()) for _ in found]
+    oracle = ShardOracle(problem, found, links, split)
     times = oracle.schedule(lambda waiting: draw(st.sampled_from(waiting)))
     starts = empty_blocks(len(found), problem.microbatches)
     for action, (start, _) in times.items():

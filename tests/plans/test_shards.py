@@ -69,6 +69,16 @@ class TestByHand:
         # Weights and gradients, and a part of Adam's two moments.
         assert stage_static_bytes(tiny(), stage("optimizer")) == 2 * self.WHOLE + 2 * self.OWN
 
+    def test_gradients(self) -> None:
+        """Scattered layer by layer in W, or in B; weights are gathered in the update."""
+        whole, found = durations(tiny(), [stage("none")]), durations(tiny(), [stage("gradients")])
+        assert found[F][0, 0] == whole[F][0, 0]
+        assert found[B][0, 0] == pytest.approx(whole[B][0, 0] + 21.000048)
+        assert np.isnan(found[REDUCE][0, 0])
+        assert found[UPDATE][0, 0] == pytest.approx(6 * self.OWN / self.WHOLE + 21.000048)
+        assert stage_static_bytes(tiny(), stage("gradients")) == self.WHOLE + 3 * self.OWN
+        assert gathered_bytes(tiny(), stage("gradients")) == 16e6
+
     def test_weights(self) -> None:
         whole = durations(tiny(), [stage("none")])
         for recompute, rounds in (("none", 2), ("layer", 2), ("full", 3)):
@@ -87,6 +97,7 @@ class TestByHand:
         for shards, rounds, memory in (
             ("none", 2, 4 * self.WHOLE),
             ("optimizer", 2, 2 * self.WHOLE + 2 * self.OWN),
+            ("gradients", 3 + 1, self.WHOLE + 3 * self.OWN + 16e6),
             ("weights", 3 * 3, 4 * self.OWN + 32e6),
         ):
             plan = valid_plan(problem, [stage(shards)], in_flight=[1])
@@ -212,9 +223,9 @@ def split_in_two(plan: PipelinePlan) -> PipelinePlan:
         "weights kept whole": (restaged(1, shards="optimizer"), "missing"),
         "no shards of weights": (restaged(1, shards="none"), "missing"),
         "another recomputation": (restaged(1, recompute="layer"), "duration"),
-        "unknown shards": (restaged(0, shards="gradients"), "shards"),
+        "unknown shards": (restaged(0, shards="all"), "shards"),
         "stashed weights": (lambda plan: replace(plan, weights="stash"), "shards"),
-        "parts of a backward": (split_in_two, "shards"),
+        "parts of a backward": (split_in_two, "duration"),
         "an update without its gather": (edited("0UPDATE", finish_seconds=9.0), "duration"),
     }.values(),
 )  # fmt: skip

@@ -269,11 +269,10 @@ def elaborate(
         how = draw(st.sampled_from(ways)), draw(st.sampled_from(["none", "full", "layer"]))
         stage = Stage(layers_of, tuple(devices), *how, tensor=tensor)
         if zero and stage.replicas > 1:
-            kinds = ["none", "optimizer", "weights"][: 3 if stage.turns == 1 else 2]
+            kinds = ["none", "optimizer", "gradients", "weights"][: 4 if stage.turns == 1 else 2]
             stage = replace(stage, shards=draw(st.sampled_from(kinds)))
         stages.append(stage)
-    may_split = [s for s, stage in enumerate(stages) if stage.shards != "weights"]
-    backwards = list(product(may_split, range(microbatches)))
+    backwards = list(product(range(len(stages)), range(microbatches)))
     delays = st.sampled_from([0.0, 0.0, 0.003, 0.2])
     plan = valid_plan(
         problem,
@@ -281,7 +280,7 @@ def elaborate(
         order=draw(st.permutations(range(microbatches))),
         in_flight=[draw(st.integers(1, microbatches)) for _ in stages],
         wait=(lambda: draw(delays)) if waits else (lambda: 0.0),
-        split=draw(st.sets(st.sampled_from(backwards))) if backwards else (),
+        split=draw(st.sets(st.sampled_from(backwards))),
         weights=weights,
         begins=begins or "forward",
     )
@@ -311,7 +310,7 @@ def _all_actions(
     for s, stage in enumerate(stages):
         if weights.startswith("stash"):  # both are parts of the backwards
             continue
-        summed = len(stage.devices) > stage.tensor and stage.shards != "weights"
+        summed = len(stage.devices) > stage.tensor and stage.shards in ("none", "optimizer")
         found += [Action(s, REDUCE)] if summed else []
         found += [Action(s, UPDATE)] if _update_seconds(problem, stage) > 0 else []
     return found
@@ -366,7 +365,7 @@ def _round_seconds(problem: PipelineProblem, stage: Stage) -> float:
     """Every replica passes on one part after another to the next, until all have been around."""
     r, shard = len(stage.devices) // stage.tensor, problem.at(stage.tensor)
     cuts = [stage.layers]
-    if stage.shards == "weights":
+    if stage.shards != "optimizer":
         cuts = [(i, i + 1) for i in range(*stage.layers)]
     parts = [part_of(shard.gradient_bytes(*cut), r) for cut in cuts]
     rings = [stage.devices[i :: stage.tensor] for i in range(stage.tensor)]
@@ -397,9 +396,10 @@ def _update_seconds(problem: PipelineProblem, stage: Stage) -> float:
     if stage.shards == "none":
         return seconds
     bytes_ = [shard.gradient_bytes(i, i + 1) for i in range(*stage.layers)]
-    if stage.shards == "weights":
-        return seconds * sum(part_of(one, r) for one in bytes_) / sum(bytes_)
-    return seconds * part_of(sum(bytes_), r) / sum(bytes_) + _round_seconds(problem, stage)
+    gather = _round_seconds(problem, stage) if stage.shards != "weights" else 0.0
+    if stage.shards == "optimizer":
+        return seconds * part_of(sum(bytes_), r) / sum(bytes_) + gather
+    return seconds * sum(part_of(one, r) for one in bytes_) / sum(bytes_) + gather
 
 
 def _seconds(
@@ -443,11 +443,14 @@ def _compute_seconds(
     forward, backward = shard.compute_seconds(*stage.layers, groups)
     of_input, of_weights = shard.gradient_seconds(*stage.layers, groups)
     again = forward if stage.recompute != "none" else 0.0
-    if stage.shards == "weights":  # gathers, and a reduce-scatter in the backward
+    found = {F: forward, I: of_input + again, W: of_weights}
+    if stage.shards in ("gradients", "weights"):
         once = _round_seconds(problem, stage)
-        rounds = 3 if stage.recompute == "full" else 2
-        return {F: forward + once, B: backward + again + rounds * once}
-    return {F: forward, B: backward + again, I: of_input + again, W: of_weights}
+        found[W] += once  # a reduce-scatter
+        if stage.shards == "weights":  # gathers
+            found[F] += once
+            found[I] += 2 * once if stage.recompute == "full" else once
+    return found | {B: found[I] + found[W] + backward - of_input - of_weights}
 
 
 def _entries(

@@ -5,7 +5,7 @@ What decision 0035 says on top of what holds for stages without; no cost comes f
 
 from collections.abc import Sequence
 
-from tensor_oracle import UPDATE, B, F, Links, TensorOracle
+from tensor_oracle import UPDATE, B, F, I, Links, TensorOracle, W
 
 from stagewright.formulations.plans.actions import Action
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -14,12 +14,20 @@ from stagewright.formulations.plans.plan import Stage
 UNIT = 16
 """Bytes; every part is a multiple of it."""
 
+ROUNDS = {F: 1, B: 2, I: 1, W: 1}
+"""All-gathers and reduce-scatters of weights and gradients in a computation."""
+
+WHOLE = {"gradients": 1, "weights": 0}
+"""Where gradients are divided, how many tensors as large as the weights stay whole."""
+
 
 class ShardOracle(TensorOracle):
-    """What a plan costs whose stages may have ``shards``; backwards are whole."""
+    """What a plan costs whose stages may have ``shards``."""
 
-    def __init__(self, problem: PipelineProblem, stages: Sequence[Stage], links: Links) -> None:
-        super().__init__(problem, stages, links, split=[False] * len(stages))
+    def __init__(
+        self, problem: PipelineProblem, stages: Sequence[Stage], links: Links, split: Sequence[bool]
+    ) -> None:
+        super().__init__(problem, stages, links, split)
         self.reached = problem.cluster.all_reduce_share or 1.0
         """The share of a link's bandwidth that collectives reach."""
 
@@ -72,12 +80,12 @@ class ShardOracle(TensorOracle):
         found, shards = super().seconds(action), self.shards(s)
         if kind is UPDATE and shards != "none":
             found *= self.step_share(s)
-            found += self.round_seconds(s) if shards == "optimizer" else 0.0
-        if shards == "weights" and kind is F:
+            found += self.round_seconds(s) if shards != "weights" else 0.0
+        if shards == "gradients" and kind in (B, W):
             found += self.round_seconds(s)
-        if shards == "weights" and kind is B:
-            again = 1 if self.stages[s].recompute == "full" else 0
-            found += (2 + again) * self.round_seconds(s)
+        if shards == "weights" and kind in ROUNDS:
+            again = self.stages[s].recompute == "full" and kind in (B, I)
+            found += (ROUNDS[kind] + again) * self.round_seconds(s)
         return found
 
     def step_share(self, s: int) -> float:
@@ -86,11 +94,13 @@ class ShardOracle(TensorOracle):
         return min(1.0, sum(self.part_bytes(s)) / whole) if whole else 1.0
 
     def add_end(self, s: int, found: dict[Action, list[Action]]) -> None:
-        """Gradients of divided weights are scattered within backwards."""
-        if self.shards(s) != "weights":
+        """Gradients that are divided are scattered within backwards."""
+        if self.shards(s) in ("none", "optimizer"):
             return super().add_end(s, found)
         if self.seconds(Action(s, UPDATE)) > 0:
-            found[Action(s, UPDATE)] = [Action(s, B, m) for m in self.microbatches]
+            found[Action(s, UPDATE)] = [
+                Action(s, self.backward(s)[-1], m) for m in self.microbatches
+            ]
         return None
 
     # --- Memory -----------------------------------------------------------------------------------
@@ -101,17 +111,19 @@ class ShardOracle(TensorOracle):
         found, whole = super().always(s), self.shard(s)
         if self.shards(s) == "optimizer":
             return found - states * (whole - part)
-        if self.shards(s) == "weights":
-            return found - (2 + states) * (whole - part)
+        if self.shards(s) in WHOLE:
+            return found - (2 + states - WHOLE[self.shards(s)]) * (whole - part)
         return found
 
     def gathered(self, name: str) -> float:
-        """Of the largest layer whose weights ``name`` divides, the weights and the gradients."""
+        """Of the largest layer whose gradients ``name`` divides these, and weights if divided."""
         return max(
             (
-                2.0 * len(self.groups(s)) * max(self.part_bytes(s), default=0)
+                (2.0 - WHOLE[self.shards(s)])
+                * len(self.groups(s))
+                * max(self.part_bytes(s), default=0)
                 for s, one in enumerate(self.stages)
-                if name in one.devices and self.shards(s) == "weights"
+                if name in one.devices and self.shards(s) in WHOLE
             ),
             default=0.0,
         )
@@ -130,6 +142,8 @@ class ShardOracle(TensorOracle):
                 found[f"{s}-{s + 1}"] = sent * both * self.boundary(s)
             if len(self.groups(s)) > 1:
                 rounds = 2
+                if self.shards(s) == "gradients":
+                    rounds = len(self.microbatches) + 1
                 if self.shards(s) == "weights":
                     rounds = len(self.microbatches) * (4 if one.recompute == "full" else 3)
                 found[str(s)] = rounds / 2 * self.shard(s) * one.tensor

@@ -168,7 +168,10 @@ class TensorOracle:
         return [max(one.saved_bytes for one in costs) * self.part[s] for costs in every]
 
     def kept(self, s: int) -> tuple[float, float]:
-        """Bytes from the start of the forward on, and in addition during the backward."""
+        """Bytes from the start of the forward on, and in addition from the backward's.
+
+        Both until it ends: in two parts, what one layer's W needs is there beside all others'.
+        """
         start, stop = self.stages[s].layers
         inputs = [
             self.chain.layers[i - 1].costs[0].output_bytes * self.part[s] if i else 0.0
@@ -178,20 +181,20 @@ class TensorOracle:
         return {
             "none": (sum(saved), 0.0),
             "full": (inputs[0], sum(saved)),
-            "layer": (sum(inputs), max(saved)),
+            "layer": (sum(inputs), sum(saved) if self.split[s] else max(saved)),
         }[self.stages[s].recompute]
 
     def peak(self, name: str, times: dict[Action, tuple[float, float]]) -> float:
-        """The most bytes that device ``name`` holds at a time; backwards are whole."""
+        """The most bytes that device ``name`` holds at a time."""
         held = [0.0]
         for now, _ in times.values():
             total = 0.0
             for s, m in product(range(len(self.stages)), self.microbatches):
                 if name in self.members(s, m):
-                    backward = times[Action(s, B, m)]
+                    first, last = (times[Action(s, self.backward(s)[i], m)] for i in (0, -1))
                     kept, again = self.kept(s)
-                    total += kept * (times[Action(s, F, m)][0] <= now < backward[1])
-                    total += again * (backward[0] <= now < backward[1])
+                    total += kept * (times[Action(s, F, m)][0] <= now < last[1])
+                    total += again * (first[0] <= now < last[1])
             held.append(total)
         return max(held) + sum(
             self.always(s) for s, one in enumerate(self.stages) if name in one.devices

@@ -102,6 +102,20 @@ def interrupted(
     return {key: one.clone() for key, one in executor.state().items()}
 
 
+def evaluated(
+    _: Any, rank: int, plan: PipelinePlan, model: Any, data: Any, state: Any, options: Any
+) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """As `interrupted`: losses, evaluations of the first mini-batch, and this rank's share."""
+    executor = Executor(plan, model, ENTROPY, dtype=torch.float64, evaluates=True, **options)
+    if state is not None:
+        executor.load_state({key: state[key] for key in executor.wanted(state)}, 1)
+    losses, found = [], []
+    for batch in data:
+        losses.append(executor.step(*batch))
+        found.append(executor.evaluate([batch]))
+    return losses, found, {key: one.clone() for key, one in executor.state().items()}
+
+
 def constructed(_: Any, rank: int, plan: PipelinePlan, model: Any, data: Any) -> str:
     """The warnings of making an executor and of a step, or the refusal."""
     with warnings.catch_warnings(record=True) as caught:

@@ -6,8 +6,9 @@ a list scheduler, so transfers come in the order in which they are ready.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import count, pairwise, product
+from itertools import count, islice, pairwise, product
 from math import lcm
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -30,6 +31,7 @@ from stagewright.formulations.plans.plan import (
     Stage,
 )
 from stagewright.formulations.plans.shards import stays
+from stagewright.formulations.schedules.order import Order
 from stagewright.graphs.documents.errors import InvalidPlan
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
@@ -296,6 +298,17 @@ def interleaved(stages: Sequence[Stage], microbatches: int) -> PipelinePlan:
         return found
 
     return plan_in_order(stages, microbatches, {devices[r]: order(r) for r in range(p)})
+
+
+def of_order(order: Order, stops: Sequence[int], width: int = 1, **options: Any) -> PipelinePlan:
+    """A published order on groups of ``width`` devices; stages end before the layers ``stops``."""
+    names = iter("abcdefgh")
+    groups = [tuple(islice(names, width)) for _ in order.rows]
+    cuts = zip(pairwise([0, *stops]), order.device, strict=True)
+    stages = [Stage(layers, groups[d], **options) for layers, d in cuts]
+    rows = zip(order.rows, groups, strict=True)
+    orders = {device: row for row, group in rows for device in group}
+    return plan_in_order(stages, order.microbatches, orders)
 
 
 def _per_stage(

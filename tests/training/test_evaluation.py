@@ -10,7 +10,6 @@ from profiles import UNSHRUNK, examples, slow_after
 
 torch = pytest.importorskip("torch", reason="the executor needs torch")
 
-import tensor_runs  # noqa: E402
 import training_plans as make  # noqa: E402
 from models import EXAMPLES  # noqa: E402
 from ranks import Ranks, RanksFailed  # noqa: E402
@@ -402,12 +401,3 @@ def test_exported_models_whose_weights_are_gathered(ranks: Ranks) -> None:
     count = layers_of(one.make().double(), batches[0][0])
     plan = make.gpipe([Stage((0, count), ("a", "b"), "split", shards="weights")], 2)
     compare(ranks, plan, "gpt2", batches, [held_out, *fewer])
-
-
-def test_stages_whose_layers_are_divided(ranks: Ranks) -> None:
-    model = tensor_runs.gpt().double()
-    count = len(capture(model))
-    stages = [Stage((0, 2), ("a", "b"), tensor=2), Stage((2, count), ("c", "d"), tensor=2)]
-    plan = make.fill_and_drain(stages, 2)
-    batches = tensor_runs.batches(4, STEPS)
-    compare(ranks, plan, model, batches, tensor_runs.batches(3, 1))

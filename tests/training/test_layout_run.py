@@ -78,8 +78,9 @@ def steps(_: Any, rank: int, plan: PipelinePlan, model: Any, data: Any) -> Any:
         (GPT, 1, {"pipeline": (2,), "data": (2,)}),
         (GPT, 2, {"pipeline": (2,), "schedules": ("zero-bubble",), "recompute": ("full",)}),
         (LLAMA, 1, {"tensor": (2,), "data": (2,)}),
-        (LLAMA, 1, {"tensor": (2,), "data": (2,), "zero": (1,)}),
-        (GPT, 1, {"pipeline": (2,), "data": (2,), "zero": (3,)}),
+        (LLAMA, 2, {"pipeline": (2,), "tensor": (2,), "schedules": ("zero-bubble",)}),
+        (LLAMA, 1, {"tensor": (2,), "data": (2,), "zero": (2,)}),
+        (GPT, 1, {"pipeline": (2,), "data": (2,), "zero": (3,), "schedules": ("zero-bubble",)}),
     ]),
 )  # fmt: skip
 def test_the_layout_that_was_found_is_what_runs(

@@ -13,21 +13,20 @@ from profiles import UNSHRUNK, examples, slow_after
 torch = pytest.importorskip("torch", reason="the executor needs torch")
 
 import tensor_runs  # noqa: E402
-import training_plans as make  # noqa: E402
 from ranks import Ranks  # noqa: E402
 from shard_runs import ADAMW, Clipping, Scale, held_bytes, refused, traced  # noqa: E402
 from tensor_runs import ENTROPY, SGD, batches, gpt, interrupted, llama, refusal, run, summed  # noqa: E402
 from training_plans import fill_and_drain  # noqa: E402
 
 from stagewright.executor.training.stages.learning_rates import RateSchedule  # noqa: E402
-from stagewright.formulations.plans.plan import PipelinePlan, Stage  # noqa: E402
+from stagewright.formulations.plans.plan import Stage  # noqa: E402
 from stagewright.formulations.plans.shards import part_bytes  # noqa: E402
 
 trained = partial(tensor_runs.trained, tolerance=1e-12)
 
 TWO = ("a", "b")
 FOUR = [Stage((0, 2), TWO), Stage((2, 4), ("c", "d"))]
-KINDS = ["optimizer", "weights"]
+KINDS = ["optimizer", "gradients", "weights"]
 
 
 def with_shards(stages: list[Stage], shards: Any) -> list[Stage]:
@@ -83,7 +82,7 @@ def mixed_stages(draw: st.DrawFn) -> list[Stage]:
         devices = tuple(draw(st.permutations("abc"))[: draw(st.sampled_from([1, 2, 2, 3]))])
         way = draw(st.sampled_from(["split", "round-robin"]))
         again = draw(st.sampled_from(["none", "full", "layer"]))
-        kinds = ["none", "optimizer"] + ["weights"] * (way == "split")
+        kinds = ["none", *KINDS] if way == "split" else ["none", "optimizer"]
         shards = draw(st.sampled_from(kinds)) if len(devices) > 1 else "none"
         found.append(Stage(layers, devices, way, again, shards=shards))
     return found
@@ -133,8 +132,13 @@ def test_groups_schedules_and_accumulation(ranks: Ranks) -> None:
 
 READ_BY_OTHERS = [
     # Of the first list each writes, and each reads.
-    [("optimizer", "weights"), ("weights", "none"), ("groups", "optimizer"), ("none", "groups")],
-    [("weights", "optimizer"), ("none", "weights"), ("optimizer", "none")],
+    [
+        ("optimizer", "weights"),
+        ("weights", "gradients"),
+        ("gradients", "groups"),
+        ("groups", "optimizer"),
+    ],
+    [("weights", "optimizer"), ("none", "weights"), ("optimizer", "none"), ("none", "gradients")],
 ]
 
 
@@ -146,6 +150,7 @@ def test_checkpoints_hold_whole_tensors(ranks: Ranks, pairs: list[tuple[str, str
     stages = {
         "none": [Stage((0, 4), ("a",))],
         "optimizer": with_shards([Stage((0, 4), ("b", "a"))], "optimizer"),
+        "gradients": with_shards([Stage((0, 4), ("a", "b", "c"))], "gradients"),
         "weights": with_shards([Stage((0, 4), ("a", "c", "b"))], "weights"),
         "groups": with_shards([Stage((0, 4), ("d", "c", "a", "b"), tensor=2)], "weights"),
     }
@@ -204,6 +209,7 @@ def test_held_memory_is_as_predicted(ranks: Ranks) -> None:
     expected = {
         "none": 4 * whole,
         "optimizer": 2 * padded + 2 * part_bytes(whole, 2),
+        "gradients": 5 * own,  # of which the weights of both parts
         "weights": 4 * own,
     }
     for shards, size in expected.items():
@@ -250,10 +256,6 @@ def frozen() -> Any:
     return model
 
 
-def in_parts(plan: PipelinePlan) -> PipelinePlan:
-    return make.zero_bubble_h1(plan.stages, 2)
-
-
 PAIR = Stage((0, 4), TWO, shards="weights")
 
 
@@ -261,7 +263,6 @@ PAIR = Stage((0, 4), TWO, shards="weights")
     ("stage", "change", "message"),
     [
         (replace(PAIR, offload=True), None, "stage 0 has shards 'weights' and offloads"),
-        (PAIR, in_parts, "stage 0 has shards 'weights' and 0I0: its backward is not split"),
         (replace(PAIR, shards="optimizer"), lambda plan: replace(plan, weights="stash"),
          "stage 0 has shards 'optimizer', which is run only by finite plans that begin with the "
          "forwards and have 'flush' weights; this one has 'stash'"),

@@ -9,12 +9,14 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the executor needs torch")
 
+from profiles import slow_after  # noqa: E402
 from ranks import Ranks, RanksFailed  # noqa: E402
 from tensor_runs import (  # noqa: E402
     ENTROPY,
     SEQUENCE,
     VOCABULARY,
     batches,
+    evaluated,
     gpt,
     interrupted,
     llama,
@@ -22,12 +24,16 @@ from tensor_runs import (  # noqa: E402
     run,
 )
 from torch import nn  # noqa: E402
-from training_plans import fill_and_drain  # noqa: E402
+from training_plans import fill_and_drain, of_order  # noqa: E402
 
 from examples.models import Transformer  # noqa: E402
 from stagewright.formulations.plans.plan import Stage  # noqa: E402
+from stagewright.formulations.schedules.published.one_f_one_b import interleaved  # noqa: E402
+from stagewright.formulations.schedules.published.zbv import zbv  # noqa: E402
+from stagewright.formulations.schedules.published.zero_bubble import zb_h1  # noqa: E402
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-3, weight_decay=0.3)
+ALONE = Stage((0, 4), ("a",))
 GROUP = [Stage((0, 4), ("a", "b"), tensor=2)]
 
 
@@ -87,6 +93,52 @@ def test_a_plain_loop_trains_the_same(ranks: Ranks, model: Any, stages: list[Sta
     found = ranks.run(run, world, fill_and_drain(stages, 2), whole, data, options)
     same(found[0][0], loop.model.state_dict())
     assert found[0][1] == pytest.approx(losses, rel=1e-12)
+
+
+LOOP, LINE, V = interleaved(2, 2, 4), zb_h1(2, 4), zbv(2, 4)
+PUBLISHED = {
+    "V, weights": (V, 2, {"shards": "weights", "recompute": "full"}),
+    "V, tensor": (V, 2, {"tensor": 2}),
+    "line, gradients": (LINE, 2, {"shards": "gradients"}),
+    "optimizer and tensor": (zb_h1(1, 4), 4, {"tensor": 2, "shards": "optimizer"}),
+    "line, tensor": (LINE, 2, {"tensor": 2, "recompute": "layer"}),
+    "weights and tensor": (zb_h1(1, 4), 4, {"tensor": 2, "shards": "weights"}),
+    "gradients and tensor": (zb_h1(1, 4), 4, {"tensor": 2, "shards": "gradients"}),
+    "line, weights": (LINE, 2, {"shards": "weights", "recompute": "layer"}),
+    "V, gradients": (V, 2, {"shards": "gradients", "recompute": "full"}),
+    "V, optimizer": (V, 2, {"shards": "optimizer"}),
+    "loop, optimizer": (LOOP, 2, {"shards": "optimizer"}),
+    "loop, gradients": (LOOP, 2, {"shards": "gradients"}),
+    "loop, weights": (LOOP, 2, {"shards": "weights"}),
+    "loop, tensor": (LOOP, 2, {"tensor": 2}),
+}
+"""Published orders, devices of a stage, and what they divide."""
+
+
+@pytest.mark.parametrize("name", slow_after(4, PUBLISHED))
+def test_chunks_and_backwards_in_two_parts(ranks: Ranks, name: str) -> None:
+    """Every step with its evaluation; a run with other stages writes or reads the checkpoint."""
+    torch.manual_seed(0)
+    order, width, options = PUBLISHED[name]
+    whole, data = (gpt if order is LINE else llama)().double(), batches(16)
+    stops = {1: [4], 2: [2, 4], 4: [1, 2, 3, 4]}[len(order.device)]
+    plan, other = of_order(order, stops, width, **options), fill_and_drain([ALONE], 4)
+    loop, expected = Loop(whole, clip_norm=0.05), []
+    for batch in data:
+        loss = loop.step(*batch)
+        with torch.no_grad():
+            expected.append((loss, float(ENTROPY(loop.model(batch[0]), batch[1]))))
+    state: Any = None
+    given = {"optimizer": ADAMW, "clip_norm": 0.05}
+    for batch, used, wanted in zip(data, (plan, other, plan), expected, strict=True):
+        world = len({one for stage in used.stages for one in stage.devices})
+        found = ranks.run(evaluated, world, used, whole, [batch], state, given)
+        for losses, measured, _ in found:
+            if losses != [None]:
+                assert (losses[0], measured[0]) == pytest.approx(wanted, rel=1e-12)
+        state = {key: one for *_, share in found for key, one in share.items()}
+    trained = {key[6:]: one for key, one in state.items() if key.startswith("model.")}
+    same(trained, loop.model.state_dict())
 
 
 @pytest.mark.parametrize(("writer", "reader"), [(2, 1), (1, 2)])

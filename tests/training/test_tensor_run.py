@@ -11,7 +11,6 @@ from profiles import UNSHRUNK, examples
 
 torch = pytest.importorskip("torch", reason="the executor needs torch")
 
-import training_plans as make  # noqa: E402
 from ranks import Ranks  # noqa: E402
 from tensor_runs import (  # noqa: E402
     ADAM,
@@ -29,7 +28,7 @@ from tensor_runs import (  # noqa: E402
 from training_plans import fill_and_drain  # noqa: E402
 
 from examples.models import Transformer  # noqa: E402
-from stagewright.formulations.plans.plan import PipelinePlan, Stage  # noqa: E402
+from stagewright.formulations.plans.plan import Stage  # noqa: E402
 
 
 @pytest.mark.parametrize("model", [gpt, llama])
@@ -205,15 +204,10 @@ def tied() -> Any:
     return model
 
 
-def in_parts(plan: PipelinePlan) -> PipelinePlan:
-    return make.zero_bubble_h1(plan.stages, 2)
-
-
 @pytest.mark.parametrize(
     ("stages", "change", "message"),
     [
         (group(offload=True), None, "stage 0 has tensor degree 2 and offloads"),
-        (group(), in_parts, "stage 0 has tensor degree 2 and 0I0: a divided layer's backward is"),
         (group(), lambda plan: replace(plan, weights="stash"),
          "stage 0 has tensor degree 2, which is run only by finite plans that begin with the "
          "forwards and have 'flush' weights; this one has 'stash'"),

@@ -45,10 +45,8 @@ class PipelineProgress(RowProgress):
         if self.work.is_measured:
             yield from self._measured(rank)
         stage = self.plan.stages[action.stage]
-        if action.kind in COMPUTE:
-            yield from self._mates(rank, action, stage.joint)
-        elif action.kind is UPDATE and stage.shards == "optimizer":
-            yield from self._mates(rank, action, len(stage.devices))
+        if action.kind in (*COMPUTE, UPDATE):
+            yield from self._mates(rank, action, stage.joint(action.kind))
 
     def _mates(self, rank: int, action: Action, size: int) -> Iterator[tuple[int, str]]:
         """The ``size`` partners in an action's collectives that have not reached the action yet."""

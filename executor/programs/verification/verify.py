@@ -178,8 +178,8 @@ class _Gradients:
 def require_same_reductions(plan: PipelinePlan, program: Program) -> None:
     """Any two ranks see the collectives that they share in the same order.
 
-    These are all-reduces of gradients, computations of a tensor group, or with sharded weights of
-    all replicas, which have collectives within them, and updates that end with an all-gather.
+    These are all-reduces of gradients, computations of a tensor group, or with sharded gradients or
+    weights of all replicas, with collectives within them, and updates that end with an all-gather.
     """
     collective = [
         [one.action for one in row if _is_joint(plan, one.action)] for row in program.rows
@@ -197,10 +197,8 @@ def require_same_reductions(plan: PipelinePlan, program: Program) -> None:
 
 def _is_joint(plan: PipelinePlan, action: Action) -> bool:
     stage = plan.stages[action.stage]
-    return (
-        action.kind is REDUCE
-        or (action.kind in COMPUTE and stage.joint > 1)
-        or (action.kind is UPDATE and stage.shards == "optimizer")
+    return action.kind is REDUCE or (
+        action.kind in (*COMPUTE, UPDATE) and stage.joint(action.kind) > 1
     )
 
 
@@ -211,7 +209,8 @@ def _is_of(plan: PipelinePlan, action: Action, devices: tuple[str, str]) -> bool
         return False
     one, other = (stage.devices.index(name) for name in devices)
     if action.kind in COMPUTE:
-        return one // stage.joint == other // stage.joint
+        size = stage.joint(action.kind)
+        return one // size == other // size
     return one % stage.tensor == other % stage.tensor
 
 

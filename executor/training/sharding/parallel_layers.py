@@ -3,7 +3,8 @@
 In a pair of linear layers the first is divided by columns, so that each device computes some of the
 features between them, and the second by rows, whose partial outputs are summed up over the group:
 one all-reduce in the forward, of the pair's output, and one in the backward, of its input's
-gradient. Tensors without data, on which shapes are found, take part in no collective.
+gradient. Collectives are torch's functional operators, so that traces of a layer have them: where
+its backward is in two parts, the input's gradient (I) has that all-reduce.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives  # shapes of its operators' results
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F  # noqa: N812
@@ -21,6 +23,8 @@ from stagewright.graphs.documents.errors import InputError
 # Of gradients that should be equal, by kernels that may add up in another order: a part that is
 # missing changes more.
 SAME = 1e-2
+
+_operators = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,18 +50,16 @@ class TensorGroup:
 
     def total(self, value: Tensor) -> Tensor:
         """The sum of every device's value."""
-        total = value.clone(memory_format=torch.contiguous_format)
-        if not isinstance(value, FakeTensor):
-            dist.all_reduce(total, group=self.processes)
-        return total
+        total = _operators.all_reduce(value, "sum", self.processes.group_name)
+        summed: Tensor = _operators.wait_tensor(total)
+        return summed
 
     def every(self, value: Tensor) -> list[Tensor]:
         """Every device's value, by their places."""
-        own = value.contiguous()
-        found = [torch.empty_like(own) for _ in self.order]
-        if not isinstance(value, FakeTensor):
-            dist.all_gather(found, own, group=self.processes)
-        return [found[rank] for rank in self.order]
+        own, name = value.contiguous().unsqueeze(0), self.processes.group_name
+        found = _operators.all_gather_into_tensor(own, self.degree, name)
+        every = _operators.wait_tensor(found).unbind()
+        return [every[rank] for rank in self.order]
 
 
 class _Copied(torch.autograd.Function):

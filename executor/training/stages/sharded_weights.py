@@ -5,8 +5,8 @@ its part, so that nothing is copied.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ class DividedWeights(Weights):
     place ``first`` of the group.
     """
 
+    _keeps_weights = True
+
     def __init__(
         self,
         modules: Sequence[nn.Module],
@@ -41,8 +43,10 @@ class DividedWeights(Weights):
     ) -> None:
         self._modules, self._group, self._first, self._device = modules, group, first, device
         self._flats: list[Flat] = []
-        self._parts: list[Tensor] = []  # of the weights, one for each flat
+        self._whole: list[Tensor] = []  # the weights, one tensor for each flat
+        self._parts: list[Tensor] = []  # this replica's parts of them
         self._pieces: dict[str, tuple[Piece, nn.Parameter, Tensor]] = {}  # with their gradients
+        self._users: Counter[int] = Counter()  # of gathered weights
 
         def make(pieces: list[Any]) -> torch.optim.Optimizer:
             try:
@@ -54,6 +58,7 @@ class DividedWeights(Weights):
                 ) from error
 
         super().__init__(modules, primary, (), make, 1, **options)
+        move(modules, device)  # what is not divided
 
     def _divide(self, parameters: Sequence[nn.Parameter], units: Sequence[Collection[int]]) -> None:
         size, place = dist.get_world_size(self._group), dist.get_rank(self._group)
@@ -66,6 +71,16 @@ class DividedWeights(Weights):
             view.copy_(parameters[i].detach())
             parameters[i].data = view
         return whole
+
+    def _parts_of(self, wholes: Sequence[Tensor]) -> list[Tensor]:
+        return [flat.own(whole) for flat, whole in zip(self._flats, wholes, strict=True)]
+
+    def update(self, factor: float | Tensor = 1.0) -> None:
+        """Step the optimizer on this replica's part; whole weights are gathered from all parts."""
+        super().update(factor)
+        if self._keeps_weights:
+            for part, whole in zip(self._parts, self._whole, strict=True):
+                dist.all_gather_single(whole, part, group=self._group)
 
     def _gradients_of(
         self,
@@ -152,9 +167,6 @@ class OptimizerShards(DividedWeights):
         self._sums = [flat.zeros(self._device) for flat in self._flats]
         return self._gradients_of(parameters, self._parts_of(self._sums), self._sums)
 
-    def _parts_of(self, wholes: Sequence[Tensor]) -> list[Tensor]:
-        return [flat.own(whole) for flat, whole in zip(self._flats, wholes, strict=True)]
-
     def reduce(self, group: dist.ProcessGroup | None, share: float = 1.0) -> None:
         """Begin to sum gradients over the replicas; each replica gets the sums of its own part."""
         assert group is self._group
@@ -168,19 +180,9 @@ class OptimizerShards(DividedWeights):
         """Bytes that a reduce-scatter sums up, without padding."""
         return sum(sum(flat.sizes) * flat.dtype.itemsize for flat in self._flats)
 
-    def update(self, factor: float | Tensor = 1.0) -> None:
-        """Step the optimizer on this replica's part, and gather the new weights of all."""
-        super().update(factor)
-        for part, whole in zip(self._parts, self._whole, strict=True):
-            dist.all_gather_single(whole, part, group=self._group)
 
-
-class WeightShards(DividedWeights):
-    """A part of weights, gradients and optimizer state (ZeRO-3), divided layer by layer.
-
-    The parameters of the modules are views of flat tensors whose memory is there only while a layer
-    computes; what autograd has saved of them is so too.
-    """
+class GradientShards(DividedWeights):
+    """Whole weights, a part of gradients and optimizer state (ZeRO-2), divided layer by layer."""
 
     def _make_gradients(
         self, parameters: Sequence[nn.Parameter], tied: Collection[int]
@@ -191,47 +193,48 @@ class WeightShards(DividedWeights):
             for module in self._modules
         ]
         self._divide(parameters, [sorted(one) for one in _first_uses(layers)])
-        self._whole: list[Tensor] = []
-        self._sizes: list[int] = []
         for flat in self._flats:
-            whole = self._filled(flat, parameters)
-            self._parts.append(flat.own(whole).clone())
-            self._whole.append(whole)
-            self._sizes.append(whole.untyped_storage().nbytes())
-            whole.untyped_storage().resize_(0)
-        move([*self._modules], self._device)
+            self._whole.append(self._filled(flat, parameters))
+            self._parts.append(self._part(flat, self._whole[-1]))
+        self._sizes = [whole.nbytes for whole in self._whole]
         self._of_layer = [
             [i for i, flat in enumerate(self._flats) if not own.isdisjoint(flat.members)]
             for own in layers
         ]
-        self._users: Counter[int] = Counter()
         return self._gradients_of(parameters, [torch.zeros_like(one) for one in self._parts])
+
+    def _part(self, flat: Flat, whole: Tensor) -> Tensor:
+        return flat.own(whole)
 
     @property
     def static_bytes(self) -> int:
-        """Bytes of weights and gradients: parts, and a whole layer while its backward runs."""
-        largest = max((sum(self._sizes[i] for i in own) for own in self._of_layer), default=0)
-        return 2 * (sum(part.nbytes for part in self._parts) + largest)
+        """Bytes of weights and gradients, with those of a whole layer while its backward runs."""
+        return sum(self._sizes) + sum(part.nbytes for part in self._parts) + self._largest()
 
-    @contextmanager
-    def gathered(self, layer: int) -> Iterator[None]:
+    def _largest(self) -> int:
+        return max((sum(self._sizes[i] for i in own) for own in self._of_layer), default=0)
+
+    def in_memory(self, layer: int) -> AbstractContextManager[None]:
+        """Have memory for the whole weights of a layer of the stage."""
+        return nullcontext()
+
+    def gathered(self, layer: int) -> AbstractContextManager[None]:
         """Have the whole weights of a layer of the stage; all replicas are at it."""
-        for i in self._of_layer[layer]:
-            if not self._users[i]:
-                self._whole[i].untyped_storage().resize_(self._sizes[i])
-                dist.all_gather_single(self._whole[i], self._parts[i], group=self._group)
-            self._users[i] += 1
-        yield
-        for i in self._of_layer[layer]:
-            self._users[i] -= 1
-            if not self._users[i]:
-                self._whole[i].untyped_storage().resize_(0)
+        return nullcontext()
+
+    def are_among(self, tensors: Iterable[Tensor], layer: int) -> bool:
+        """Whether some of the ``tensors`` are weights of a layer, or views of them."""
+        own = {self._whole[i].untyped_storage()._cdata for i in self._of_layer[layer]}
+        return any(one.untyped_storage()._cdata in own for one in tensors)
 
     @contextmanager
-    def summed(self, layer: int) -> Iterator[None]:
-        """Have the whole weights and gradients of a layer, and add up the replicas' gradients."""
+    def summed(self, layer: int, *, gathers: bool = True) -> Iterator[None]:
+        """Have the whole gradients of a layer, which are then summed up over the replicas.
+
+        Its weights too, if it ``gathers``.
+        """
         parameters, wholes = self.held[self.newest], dict[int, Tensor]()
-        with self.gathered(layer):
+        with self.gathered(layer) if gathers else nullcontext():
             for i in self._of_layer[layer]:
                 wholes[i] = self._flats[i].zeros(self._device)
                 for at, view in self._flats[i].views(wholes[i], parameters):
@@ -242,6 +245,45 @@ class WeightShards(DividedWeights):
             own = self._flats[i].own(whole)
             dist.reduce_scatter_single(own, whole, group=self._group)
             self._gradients.parts[i].add_(own)
+
+
+class WeightShards(GradientShards):
+    """A part of weights, gradients and optimizer state (ZeRO-3), divided layer by layer.
+
+    The parameters of the modules are views of flat tensors whose memory is there only while a layer
+    computes; what autograd has saved of them is so too.
+    """
+
+    _keeps_weights = False
+
+    def _part(self, flat: Flat, whole: Tensor) -> Tensor:
+        part = flat.own(whole).clone()
+        whole.untyped_storage().resize_(0)
+        return part
+
+    @property
+    def static_bytes(self) -> int:
+        """Bytes of weights and gradients: parts, and a whole layer while its backward runs."""
+        return 2 * (sum(part.nbytes for part in self._parts) + self._largest())
+
+    @contextmanager
+    def in_memory(self, layer: int, *, gathers: bool = False) -> Iterator[None]:
+        """Have memory for the whole weights of a layer of the stage."""
+        for i in self._of_layer[layer]:
+            if not self._users[i]:
+                self._whole[i].untyped_storage().resize_(self._sizes[i])
+                if gathers:
+                    dist.all_gather_single(self._whole[i], self._parts[i], group=self._group)
+            self._users[i] += 1
+        yield
+        for i in self._of_layer[layer]:
+            self._users[i] -= 1
+            if not self._users[i]:
+                self._whole[i].untyped_storage().resize_(0)
+
+    def gathered(self, layer: int) -> AbstractContextManager[None]:
+        """Have the whole weights of a layer of the stage; all replicas are at it."""
+        return self.in_memory(layer, gathers=True)
 
     def fill(self, name: str, one: Tensor, value: Tensor) -> None:
         """Copy a value into a buffer, or its part into this replica's."""

@@ -19,7 +19,7 @@ from stagewright.executor.capture.draws import DrawsOfShare, WholeDraw
 from stagewright.executor.capture.layers import CapturedLayer
 from stagewright.executor.capture.shapes import LayerTrace, Value
 from stagewright.executor.capture.split_backward import split_layer
-from stagewright.executor.capture.split_layer import CannotSplit, Saved, SplitLayer
+from stagewright.executor.capture.split_layer import CannotSplit, Saved, SavedForWeights, SplitLayer
 from stagewright.executor.capture.twins import made_once
 from stagewright.executor.programs.memory import Footprint
 from stagewright.executor.programs.work import Rows
@@ -157,19 +157,8 @@ class StageComputation:
             modules = [*layer.captured.module.modules()]
             self._parameters[i] = held_places([one._parameters for one in modules])
             self._own_buffers[i] = held_places([one._buffers for one in modules])
-            examples = [
-                torch.empty(value.shape, dtype=value.dtype, device=self.device)
-                for value in layer.inputs
-            ]
             try:
-                with self.cast():
-                    self._pieces[i] = split_layer(
-                        layer.captured.module,
-                        examples,
-                        [value.gradient for value in layer.inputs],
-                        [value.gradient for value in layer.trace.outputs],
-                        name=layer.captured.name,
-                    )
+                self._pieces[i] = self._split_layer(i)
             except CannotSplit as error:
                 if required_from is not None:
                     raise CannotSplit(
@@ -177,6 +166,21 @@ class StageComputation:
                         f"{error.reason}; plan whole backwards for its stage",
                     ) from error
                 self._pieces[i] = None
+
+    def _split_layer(self, i: int) -> SplitLayer:
+        layer = self.layers[i]
+        examples = [
+            torch.empty(value.shape, dtype=value.dtype, device=self.device)
+            for value in layer.inputs
+        ]
+        with self.cast():
+            return split_layer(
+                layer.captured.module,
+                examples,
+                [value.gradient for value in layer.inputs],
+                [value.gradient for value in layer.trace.outputs],
+                name=layer.captured.name,
+            )
 
     def forward(
         self, microbatch: int, inputs: Tensors, seed: Seed, in_two: bool, attached: bool = False
@@ -233,18 +237,24 @@ class StageComputation:
             with self._again(flight):
                 self._run(flight, flight.inputs.pop(), in_two=True)
         for i in reversed(range(len(self.layers))):
-            if self.recompute == "layer":
-                with self._again(flight):
-                    self._run_layer(flight, i, flight.inputs.pop())
-            saved = flight.saved.pop()
-            if isinstance(saved, LayersGraph):
-                output_gradients = backward_of(saved, output_gradients)
-                flight.for_weights.append(None)
-            else:
-                pieces = self._pieces[i]
-                assert pieces is not None
-                output_gradients, rest = pieces.input_gradient(saved, output_gradients)
-                flight.for_weights.append(rest)
+            output_gradients = self._input_gradient_of(i, flight, output_gradients)
+        return output_gradients
+
+    def _input_gradient_of(
+        self, i: int, flight: InFlight, output_gradients: Gradients
+    ) -> Gradients:
+        """I of one layer; a layer without pieces does its whole backward."""
+        if self.recompute == "layer":
+            with self._again(flight):
+                self._run_layer(flight, i, flight.inputs.pop())
+        saved = flight.saved.pop()
+        if isinstance(saved, LayersGraph):
+            flight.for_weights.append(None)
+            return backward_of(saved, output_gradients)
+        pieces = self._pieces[i]
+        assert pieces is not None
+        output_gradients, rest = pieces.input_gradient(saved, output_gradients)
+        flight.for_weights.append(rest)
         return output_gradients
 
     def held(self) -> Iterator[Tensor]:
@@ -266,14 +276,17 @@ class StageComputation:
         """W: the weights' gradients are summed up."""
         flight = self._flights.pop(microbatch)
         for i, saved in enumerate(reversed(flight.for_weights)):
-            pieces = self._pieces[i]
-            if saved is None or pieces is None:
-                continue
-            for parameter, gradient in zip(
-                tensors_at(self._parameters[i]), pieces.weight_gradient(saved), strict=True
-            ):
-                if gradient is not None:
-                    add_gradient(parameter, gradient)
+            if saved is not None:
+                self._weight_gradient_of(i, saved)
+
+    def _weight_gradient_of(self, i: int, saved: SavedForWeights) -> None:
+        """W of one layer."""
+        pieces = self._pieces[i]
+        assert pieces is not None
+        found = pieces.weight_gradient(saved)
+        for parameter, gradient in zip(tensors_at(self._parameters[i]), found, strict=True):
+            if gradient is not None:
+                add_gradient(parameter, gradient)
 
     @made_once()
     def _run(

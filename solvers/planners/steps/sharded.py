@@ -46,9 +46,7 @@ def sharded(
     stages = tuple(_with_shards(stage, shards) for stage in given.stages)
     if stages == given.stages:
         return given
-    parts = zip(split_backwards(given), stages, strict=True)
-    split = tuple(bool(row.any()) and one.shards != "weights" for row, one in parts)
-    structure = Structure(stages, split)
+    structure = Structure(stages, tuple(bool(row.any()) for row in split_backwards(given)))
     work, endings, _ = work_of(problem, structure)
     if misfit(problem, structure, work) is not None:
         return None
@@ -68,24 +66,32 @@ def sharded(
 def smaller_states(problem: PipelineProblem, shards: Shards) -> Iterator[PipelineProblem]:
     """The problem with the state of one of r replicas in every stage, for falling r.
 
-    With sharded weights there is less memory by the largest layer's weights and gradients.
+    With sharded gradients or weights there is less memory by those of the largest layer.
     """
     chain, count = problem.chain, len(problem.cluster)
+    states, largest = chain.optimizer_bytes_per_parameter_byte, float(chain.parameter_bytes.max())
     while count > 1:
         if shards == "optimizer":
-            part = chain.optimizer_bytes_per_parameter_byte / count
-            smaller = replace(chain, optimizer_bytes_per_parameter_byte=part)
+            smaller = replace(chain, optimizer_bytes_per_parameter_byte=states / count)
             yield replace(problem, chain=smaller)
+        elif shards == "gradients":
+            # Whole gradients are the least beside weights: it may be more than there will be.
+            part = max(0.0, (1 + states) / count - 1)
+            smaller = replace(chain, optimizer_bytes_per_parameter_byte=part)
+            yield from _within(replace(problem, chain=smaller), largest)
         else:
             layers = tuple(
                 replace(one, parameter_bytes=one.parameter_bytes / count) for one in chain.layers
             )
-            room = float(problem.memory_bytes.min()) - 2 * float(chain.parameter_bytes.max())
-            if room < MIN_MEMORY:
-                return
-            smaller = replace(chain, layers=layers)
-            yield replace(problem, chain=smaller, memory_limit_bytes=room)
+            yield from _within(replace(problem, chain=replace(chain, layers=layers)), 2 * largest)
         count //= 2
+
+
+def _within(problem: PipelineProblem, taken_bytes: float) -> Iterator[PipelineProblem]:
+    """The problem with so much less memory, unless that leaves too little."""
+    room = float(problem.memory_bytes.min()) - taken_bytes
+    if room >= MIN_MEMORY:
+        yield replace(problem, memory_limit_bytes=room)
 
 
 def _with_shards(stage: Stage, shards: Shards) -> Stage:
