@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stagewright.executor.training.ranks.rank import Rank
 from stagewright.executor.training.stages.staged_model import StagedModel
@@ -69,7 +70,8 @@ def unpacked(tensor: Tensor) -> Any:
     )
 
 
-SCHEDULE, EXTRA = "schedule.state", "extra.state"
+SCHEDULE, EXTRA, SCALE = "schedule.state", "extra.state", "scaler.state"
+PACKED = "-packed"  # what the key of a state ends with that is no plain tensor, as one in 8 bits
 
 
 class Stateful(Protocol):
@@ -88,7 +90,7 @@ class CheckpointShare:
     ``model.NAME`` are parameters and buffers under the model's own names, ``optimizer.NAME.KEY``
     what the optimizer keeps for a parameter, and ``previous.NAME`` the weights before the last
     update, where the plan computes on them; ``schedule.state`` is that of the learning rates,
-    ``extra.state`` that of ``extra``.
+    ``extra.state`` that of ``extra``, ``scaler.state`` that of the ``scale`` of losses.
     ``weights`` are by stage of this rank.
     """
 
@@ -98,8 +100,10 @@ class CheckpointShare:
         model: StagedModel,
         weights: Mapping[int, Weights],
         extra: Stateful | None = None,
+        scale: Stateful | None = None,
     ) -> None:
-        self._extra = extra
+        given = {EXTRA: extra, SCALE: scale}
+        self._of_run = {key: one for key, one in given.items() if one is not None}
         self._rank, self._model, self._weights = rank, model, weights
         self._buffered = rank.plan.weight_rule.staleness > 0
 
@@ -114,8 +118,8 @@ class CheckpointShare:
             if self._rank.is_in_first_group(s) or self._rank.plan.stages[s].shards != "none":
                 own = self._model_state(s) | self._optimizer_state(s)
                 found |= own if self._rank.first(s) == self._rank.number else {}
-        if self._extra is not None and self._rank.number == 0:
-            found[EXTRA] = packed(self._extra.state_dict())
+        if self._rank.number == 0:
+            found |= {key: packed(one.state_dict()) for key, one in self._of_run.items()}
         return found | self._schedule_state()
 
     def _schedule_state(self) -> dict[str, Tensor]:
@@ -152,7 +156,10 @@ class CheckpointShare:
             if self._buffered:
                 found[f"previous.{name}"] = weights.parameters(0)[name].detach()
             for key, value in kept.items():
-                found[f"optimizer.{name}.{key}"] = self._whole(s, name, value)
+                if is_traceable_wrapper_subclass(value):  # of a parameter that is whole
+                    found[f"optimizer.{name}.{key}{PACKED}"] = packed(value)
+                else:
+                    found[f"optimizer.{name}.{key}"] = self._whole(s, name, value)
         return found
 
     def wanted(self, keys: Iterable[str]) -> list[str]:
@@ -162,7 +169,7 @@ class CheckpointShare:
         kinds += ["previous"] if self._buffered else []
         rates = any(one.rates is not None for one in self._weights.values())
         others = {SCHEDULE} if rates else set()
-        others |= {EXTRA} if self._extra is not None else set()
+        others |= self._of_run.keys()
         return [key for key in keys if _belongs(key, own, kinds) or key in others]
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -177,15 +184,19 @@ class CheckpointShare:
                     raise InputError(f"the checkpoint has no {name!r} of stage {s}")
                 with torch.no_grad():
                     weights.fill(name, one, own[f"model.{name}"])
-            weights.load(own, buffered=self._buffered)
+            states = {
+                key.removesuffix(PACKED): unpacked(one) if key.endswith(PACKED) else one
+                for key, one in own.items()
+            }
+            weights.load(states, buffered=self._buffered)
             if weights.rates is not None:
                 if SCHEDULE not in tensors:
                     raise InputError("the checkpoint has no learning rates of a schedule")
                 weights.rates.load(unpacked(tensors[SCHEDULE]))
-        if self._extra is not None:
-            if EXTRA not in tensors:
-                raise InputError("the checkpoint has no state for extra")
-            self._extra.load_state_dict(unpacked(tensors[EXTRA]))
+        for key, of_run in self._of_run.items():
+            if key not in tensors:
+                raise InputError(f"the checkpoint has no state for {key.removesuffix('.state')}")
+            of_run.load_state_dict(unpacked(tensors[key]))
 
     def _own(self, s: int, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The tensors of a checkpoint, or this rank's shards of those that a stage divides."""

@@ -34,6 +34,7 @@ from stagewright.executor.training.ranks.endings import Member
 from stagewright.executor.training.runtime import Executor
 from stagewright.executor.training.stages.initialise import Model
 from stagewright.executor.training.stages.learning_rates import (
+    OPTIMIZER,
     ParameterGroups,
     RateSchedule,
     require_not_captured,
@@ -105,9 +106,9 @@ class Task:
             self._require_captured()
             return
         traced, accumulate = self.trace is not None, self.accumulate
-        require_trainable(
-            self.plan, self.clip_norm, accumulate, compiled=self.compile, traced=traced
-        )
+        checked = {"compiled": self.compile, "traced": traced}
+        checked["scaled"] = self.dtype == torch.float16
+        require_trainable(self.plan, self.clip_norm, accumulate, **checked)
         require_not_captured(self.schedule, captured=self.graph)
         if self.graph:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -136,9 +137,9 @@ class Task:
         """The header of a checkpoint after ``steps``."""
         plan = self.plan
         weights = "flush" if isinstance(plan, OperatorPlan) else plan.weights
-        return Header(
-            steps, weights, self.optimizer.name, str(self.schedule or "none"), self.accumulate
-        )
+        others = (one[OPTIMIZER].name for one in self.groups.values() if OPTIMIZER in one)
+        stepping = "+".join(dict.fromkeys([self.optimizer.name, *others]))
+        return Header(steps, weights, stepping, str(self.schedule or "none"), self.accumulate)
 
     @property
     def has_own_samples(self) -> bool:
@@ -210,11 +211,14 @@ class Task:
 class TrainingHistory:
     """Mean loss and duration of every step of a run, and the evaluations by their steps.
 
+    ``updates_left_out``: those with infinite gradients of a scaled loss.
+
     Where mini-batches overlap, a step lasts as long as the call that began it, and
     before a checkpoint or the end, until no mini-batch is in flight.
     """
 
     losses: list[float] = field(default_factory=list)
+    updates_left_out: int = 0
     seconds: list[float] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
 
@@ -251,7 +255,8 @@ def train(
         member.place = f"at step {step}"
         loop.step(step, [next(batches) for _ in range(task.accumulate)])
     member.place = "after the last step"
-    seen = [loop.history]
+    left_out = executor.updates_left_out if isinstance(executor, Executor) else 0
+    seen = [replace(loop.history, updates_left_out=left_out)]
     dist.broadcast_object_list(seen, src=executor.reporter)
     return seen[0]
 

@@ -7,6 +7,7 @@ its part, so that nothing is copied.
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +17,12 @@ from torch import Tensor, nn
 from stagewright.executor.capture.twins import twin
 from stagewright.executor.training.stages.division import Flat, Piece, PieceGradients, divided
 from stagewright.executor.training.stages.gradients import Gradients
-from stagewright.executor.training.stages.weights import MakeOptimizer, Weights
+from stagewright.executor.training.stages.learning_rates import (
+    OPTIMIZER,
+    MakeOptimizer,
+    ParameterGroups,
+)
+from stagewright.executor.training.stages.weights import Weights
 from stagewright.graphs.documents.errors import InputError
 
 WEIGHT = "weight"
@@ -37,6 +43,8 @@ class DividedWeights(Weights):
         group: dist.ProcessGroup,
         first: int,
         device: torch.device,
+        *,
+        groups: ParameterGroups = MappingProxyType({}),
         **options: Any,
     ) -> None:
         self._modules, self._group, self._first, self._device = modules, group, first, device
@@ -44,16 +52,12 @@ class DividedWeights(Weights):
         self._parts: list[Tensor] = []  # of the weights, one for each flat
         self._pieces: dict[str, tuple[Piece, nn.Parameter, Tensor]] = {}  # with their gradients
 
-        def make(pieces: list[Any]) -> torch.optim.Optimizer:
-            try:
-                return make_optimizer(pieces)
-            except (TypeError, ValueError) as error:
-                raise InputError(
-                    "replicas that divide their state need an optimizer that treats every number "
-                    f"alone, which sees parts of parameters as rows of numbers: {error}"
-                ) from error
-
-        super().__init__(modules, primary, (), make, 1, **options)
+        others = {
+            pattern: {**own, OPTIMIZER: _of_pieces(own[OPTIMIZER])} if OPTIMIZER in own else own
+            for pattern, own in groups.items()
+        }
+        made = _of_pieces(make_optimizer)
+        super().__init__(modules, primary, (), made, 1, groups=others, **options)
 
     def _divide(self, parameters: Sequence[nn.Parameter], units: Sequence[Collection[int]]) -> None:
         size, place = dist.get_world_size(self._group), dist.get_rank(self._group)
@@ -168,7 +172,7 @@ class OptimizerShards(DividedWeights):
         """Bytes that a reduce-scatter sums up, without padding."""
         return sum(sum(flat.sizes) * flat.dtype.itemsize for flat in self._flats)
 
-    def update(self, factor: float | Tensor = 1.0) -> None:
+    def update(self, factor: float | Tensor | None = 1.0) -> None:
         """Step the optimizer on this replica's part, and gather the new weights of all."""
         super().update(factor)
         for part, whole in zip(self._parts, self._whole, strict=True):
@@ -258,6 +262,21 @@ class WeightShards(DividedWeights):
             for name in self.names
         }
         return {name: one[WEIGHT] for name, one in found.items() if one}
+
+
+def _of_pieces(make: MakeOptimizer) -> MakeOptimizer:
+    """An optimizer of pieces of parameters."""
+
+    def made(pieces: list[Any]) -> torch.optim.Optimizer:
+        try:
+            return make(pieces)
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                "replicas that divide their state need an optimizer that treats every number "
+                f"alone, which sees parts of parameters as rows of numbers: {error}"
+            ) from error
+
+    return made
 
 
 def _first_uses(layers: Sequence[set[int]]) -> Iterator[set[int]]:

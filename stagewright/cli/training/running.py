@@ -12,7 +12,7 @@ from pydantic import Field
 from stagewright.cli.commands import command
 from stagewright.cli.console import print_answer, say, tell_invalid
 from stagewright.cli.factories import parse_groups, parse_optimizer, parse_schedule
-from stagewright.cli.options import Clipped, Modelled, Printed, Seeded
+from stagewright.cli.options import Modelled, Printed, Seeded, Updated
 from stagewright.cli.outputs import Writes, is_document, require_folder
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.documents.units import format_bytes, format_seconds
@@ -31,7 +31,7 @@ _PROGRESS_SECONDS = 0.5  # minimum time between two lines of progress on a termi
 QUIET_SECONDS = 5.0  # and where stderr is a file
 
 
-class RunOptions(Modelled, Clipped, Seeded, Printed):
+class RunOptions(Modelled, Updated, Seeded, Printed):
     """What ``run`` is asked."""
 
     plan: Annotated[Path, Option("PLAN")]
@@ -53,9 +53,6 @@ class RunOptions(Modelled, Clipped, Seeded, Printed):
     """Write the trained state dict: .safetensors, or a pickle."""
     trace: Annotated[Path | None, Option(form="FILE"), Writes(".json")] = None
     """Write a trace of the run."""
-    parameter_group: Annotated[list[str] | None, Option(form="REGEX:KEY=VALUE,...")] = None
-    """Other arguments of the optimizer for parameters with a matching name, e.g.
-    'norm|bias:weight_decay=0'; repeatable, the first match counts."""
     lr_schedule: Annotated[str | None, Option(form="KIND[:KEY=VALUE,...]")] = None
     """Learning rates by step: constant, linear or cosine, e.g. cosine:warmup=100,min=0.1; min is a
     fraction of the learning rate, total is --steps."""
@@ -66,9 +63,9 @@ class RunOptions(Modelled, Clipped, Seeded, Printed):
     every rank; their mean loss is that of the model in evaluation."""
     evaluate_every: Annotated[int | None, Field(ge=1)] = None
     """Steps between evaluations; there is one at the end."""
-    dtype: Literal["float64", "float32", "bfloat16"] | None = None
-    """Type of a pipeline's computations; bfloat16 is autocast of float32 parameters. Default:
-    float32."""
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = None
+    """Type of a pipeline's computations; bfloat16 and float16 are autocast of float32 parameters,
+    float16 with a scaled loss. Default: float32."""
     load_parameters: Annotated[Path | None, Option(form="PATH")] = None
     """Begin with the weights of a .safetensors file, an index of several, or a folder; a rank reads
     those of its stages."""
@@ -265,5 +262,10 @@ def _print_summary(
         f"{task.steps} steps on {world_size} rank{'s' if world_size > 1 else ''}, loss "
         f"{history.losses[-1]:.6g}, {format_seconds(median(history.seconds))} per step"
         + ("" if evaluated is None else f", evaluation loss {evaluated:.6g}"),
+        *(
+            [f"updates left out, as gradients of the scaled loss were infinite: {left_out}"]
+            if (left_out := history.updates_left_out)
+            else []
+        ),
         *(f"{path} is written" for path in (task.parameters, task.trace) if path is not None),
     )
