@@ -1,7 +1,8 @@
 """The share of a checkpoint that a rank writes and reads."""
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from stagewright.executor.training import checkpoint
+from stagewright.executor.training.rank_executor import RankExecutor
 from stagewright.executor.training.ranks.rank import Rank
+from stagewright.executor.training.stages.partial_build import CannotBuild, outline_of
 from stagewright.executor.training.stages.staged_model import StagedModel
 from stagewright.executor.training.stages.weights import Weights
 from stagewright.graphs.documents import documents
@@ -19,13 +23,15 @@ from stagewright.graphs.documents.errors import InputError
 _SAFETENSORS = ".safetensors"
 
 
-def require_format(path: Path | None) -> None:
-    """Refuse a safetensors file where the library is not installed."""
+def require_format(path: Path | None, folder: Path | None = None) -> None:
+    """Refuse a safetensors file where the library is not installed, and a folder with files."""
     if path is not None and path.suffix == _SAFETENSORS and find_spec("safetensors") is None:
         raise InputError(
             f"{path} needs the package safetensors: pip install 'stagewright[safetensors]', or "
             "name a file that ends in .pt"
         )
+    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{folder} is there already; name a new folder")
 
 
 def write_parameters(path: Path, parameters: Mapping[str, Tensor]) -> None:
@@ -54,6 +60,28 @@ def _safetensors(parameters: Mapping[str, Tensor]) -> bytes:
             metadata[name] = kept
     own = {name: parameters[name].contiguous() for name in sorted(first.values())}
     return bytes(save(own, metadata))
+
+
+def write_model(folder: Path, make: Callable[[], Any], executor: RankExecutor) -> None:
+    """Write a trained model to a folder that other frameworks load; all ranks call it.
+
+    A model of ``transformers`` is saved by itself, ``config.json`` included, by the first rank; of
+    another one every rank writes its share for ``torch.distributed.checkpoint``.
+    """
+    try:
+        model = outline_of(make, 0).model
+    except CannotBuild:
+        model = make()
+    if not hasattr(model, "save_pretrained"):
+        checkpoint.save_model(folder, executor.parameters_of_rank())
+        return
+    state = executor.parameters_on_first_rank()
+
+    def write(partial: Path) -> None:
+        if state is not None:
+            model.save_pretrained(partial, state_dict=state)
+
+    checkpoint.whole(folder, write, os.rename)
 
 
 def packed(value: Any) -> Tensor:

@@ -18,7 +18,11 @@ from stagewright.executor.programs.program import plan_devices
 from stagewright.executor.programs.trace import save_trace
 from stagewright.executor.training import checkpoint
 from stagewright.executor.training.checkpoint import Header
-from stagewright.executor.training.checkpoint_share import require_format, write_parameters
+from stagewright.executor.training.checkpoint_share import (
+    require_format,
+    write_model,
+    write_parameters,
+)
 from stagewright.executor.training.data.batches import (
     Readers,
     readers_of,
@@ -94,6 +98,7 @@ class Task:
     evaluate_every: int
     resume: bool
     parameters: Path | None
+    model_folder: Path | None
     trace: Path | None
     graph: bool
     compile: bool
@@ -101,14 +106,13 @@ class Task:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**31:
             raise InputError(f"the seed must be from 0 to {2**31 - 1}, got {self.seed}")
-        require_format(self.parameters)
+        require_format(self.parameters, self.model_folder)
         if isinstance(self.plan, OperatorPlan):
             self._require_captured()
             return
-        traced, accumulate = self.trace is not None, self.accumulate
-        checked = {"compiled": self.compile, "traced": traced}
-        checked["scaled"] = self.dtype == torch.float16
-        require_trainable(self.plan, self.clip_norm, accumulate, **checked)
+        traced, scaled = self.trace is not None, self.dtype == torch.float16
+        checked = {"compiled": self.compile, "traced": traced, "scaled": scaled}
+        require_trainable(self.plan, self.clip_norm, self.accumulate, **checked)
         require_not_captured(self.schedule, captured=self.graph)
         if self.graph:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -321,7 +325,7 @@ class _Loop:
 
 
 def _learning_rate(executor: _AnyExecutor) -> float | None:
-    """The current learning rate of the rank's first parameter group."""
+    """The learning rate of the rank's first parameter group."""
     optimizers = [] if isinstance(executor, OperatorExecutor) else executor.optimizers
     return next((float(one.param_groups[0]["lr"]) for one in optimizers), None)
 
@@ -388,6 +392,8 @@ def _write_results(task: Task, executor: _AnyExecutor) -> None:
         parameters = executor.parameters_on_first_rank()
         if parameters is not None:
             write_parameters(task.parameters, parameters)
+    if task.model_folder is not None:
+        write_model(task.model_folder, task.model, executor)
     if task.trace is not None:
         trace = executor.trace_on_first_rank()
         if trace is not None:

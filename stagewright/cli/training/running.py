@@ -51,6 +51,9 @@ class RunOptions(Modelled, Updated, Seeded, Printed):
         Path | None, Option(form="FILE"), Writes(".pt", ".pth", ".bin", ".ckpt", ".safetensors")
     ] = None
     """Write the trained state dict: .safetensors, or a pickle."""
+    save_model: Annotated[Path | None, Option(form="DIR"), Writes(several=True)] = None
+    """Write a new folder for other frameworks: a Hugging Face model for from_pretrained and
+    torchtitan, another module as torch.distributed.checkpoint under its names."""
     trace: Annotated[Path | None, Option(form="FILE"), Writes(".json")] = None
     """Write a trace of the run."""
     lr_schedule: Annotated[str | None, Option(form="KIND[:KEY=VALUE,...]")] = None
@@ -90,8 +93,8 @@ class RunOptions(Modelled, Updated, Seeded, Printed):
     headings={
         "The update": "parameter_group lr_schedule accumulate clip_norm",
         "Evaluation": "evaluate evaluate_every",
-        "Parameters and checkpoints": "load_parameters save_parameters checkpoint checkpoint_every"
-        " resume",
+        "Parameters and checkpoints": "load_parameters save_parameters save_model checkpoint"
+        " checkpoint_every resume",
         "How it runs": "dtype graph compile timeout seed tensorboard",
     }
 )
@@ -166,6 +169,7 @@ def _task(plan: "AnyPlan", given: RunOptions) -> "Task":
         evaluate_every=given.evaluate_every or given.steps,
         resume=given.resume,
         parameters=given.save_parameters,
+        model_folder=given.save_model,
         trace=given.trace,
         graph=given.graph,
         compile=given.compile,
@@ -267,5 +271,9 @@ def _print_summary(
             if (left_out := history.updates_left_out)
             else []
         ),
-        *(f"{path} is written" for path in (task.parameters, task.trace) if path is not None),
+        *(
+            f"{path} is written"
+            for path in (task.parameters, task.model_folder, task.trace)
+            if path is not None
+        ),
     )
