@@ -14,7 +14,7 @@ from stagewright.executor.capture.signature import Signature, taken_apart
 from stagewright.executor.training.losses import Loss, read_loss
 from stagewright.graphs.documents.errors import InputError
 
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 1e-2}
 """How far two runs of the same operators may be apart, as a share, by the type of computations."""
 SEED = 0
 

@@ -24,6 +24,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,8 @@ from stagewright.executor.training.data.batches import (
     typed_inputs,
 )
 from stagewright.executor.training.losses import Loss, cross_entropy, read_loss
-from stagewright.executor.training.stages.weights import MakeOptimizer, Weights
+from stagewright.executor.training.stages.learning_rates import MakeOptimizer, ParameterGroups
+from stagewright.executor.training.stages.weights import Weights
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
@@ -65,6 +67,7 @@ def measure_layers(
     machine: MeasuringMachine,
     loss: Loss = cross_entropy,
     optimizer: MakeOptimizer = torch.optim.AdamW,
+    groups: ParameterGroups = MappingProxyType({}),
     clips: bool = False,
     rounds: int = 9,
     autocast: torch.dtype | None = None,
@@ -102,7 +105,7 @@ def measure_layers(
         alone = [*runs[:-1], replace(runs[-1], end=in_loss)] if min(microbatch_sizes) > 1 else []
         least = [_min_samples(run, machine) for run in alone] or [None] * len(runs)
         on_progress("the optimizer step")
-        updates, state = _measure_updates(model, optimizer, clips, machine, rounds)
+        updates, state = _measure_updates(model, optimizer, groups, clips, machine, rounds)
     costs = [
         _costs(size, machine.device_kind, times, bytes_, updates)
         for size, (times, bytes_) in zip(microbatch_sizes, measured, strict=True)
@@ -267,6 +270,7 @@ def _min_samples(run: _LayerInputs, machine: MeasuringMachine) -> int | None:
 def _measure_updates(
     model: LayeredModel,
     optimizer: MakeOptimizer,
+    groups: ParameterGroups,
     clips: bool,
     machine: MeasuringMachine,
     rounds: int,
@@ -283,12 +287,14 @@ def _measure_updates(
         return float(np.median([one() for one in measured][WARM_UP:]))
 
     number = nn.Linear(1, 1, bias=False, device=machine.device, dtype=_dtype(model))
-    least = times(_weights(number, optimizer))
+    least = times(_weights(number, optimizer, {}))
     seconds, state = [], 0
     for layer in model.layers:
         try:
-            weights = _weights(deepcopy(layer.module), optimizer)
+            weights = _weights(deepcopy(layer.module), optimizer, groups)
             seconds.append(times(weights) if weights.names else 0.0)
+        except InputError:
+            raise
         except (ValueError, RuntimeError, TypeError) as error:
             reason = str(error).partition("\n")[0]
             raise InputError(
@@ -300,12 +306,12 @@ def _measure_updates(
     return [max(0.0, one - least) + share if one else 0.0 for one in seconds], state / (whole or 1)
 
 
-def _weights(module: nn.Module, optimizer: MakeOptimizer) -> Weights:
+def _weights(module: nn.Module, optimizer: MakeOptimizer, groups: ParameterGroups) -> Weights:
     """A layer's parameters with a separate optimizer, each by its first name."""
     first: dict[int, str] = {}
     named = module.named_parameters(remove_duplicate=False)
     primary = {name: first.setdefault(id(one), name) for name, one in named}
-    return Weights([module], primary, (), optimizer, versions=1)
+    return Weights([module], primary, (), optimizer, versions=1, groups=groups)
 
 
 def _has_reentrant_checkpoint(output: Tensor) -> bool:

@@ -10,7 +10,7 @@ is measured: other work of the machine is in it.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ from stagewright.executor.training.model_checks import require_no_divided_draws
 from stagewright.executor.training.sharding.parallel_layers import TensorGroup
 from stagewright.executor.training.sharding.sharding import shard_layers
 from stagewright.executor.training.stages.initialise import Model
-from stagewright.executor.training.stages.weights import MakeOptimizer
+from stagewright.executor.training.stages.learning_rates import MakeOptimizer, ParameterGroups
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 
@@ -257,6 +257,7 @@ class Profiled:
     dtype: torch.dtype
     autocast: torch.dtype | None
     is_checked: bool = True
+    groups: ParameterGroups = field(default_factory=dict)
 
     def measure(self, on_progress: Callable[[str], None] = lambda _: None) -> Chain:
         """The costs of whole layers."""
@@ -328,6 +329,7 @@ class Profiled:
             autocast=self.autocast,
             name=self.name,
             optimizer=self.optimizer,
+            groups=self.groups,
             clips=self.clips,
             on_progress=on_progress,
         )

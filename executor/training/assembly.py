@@ -19,6 +19,7 @@ from stagewright.executor.training.data.batches import (
 )
 from stagewright.executor.training.interpreter.graph import Joint
 from stagewright.executor.training.interpreter.interpreter import Interpreter
+from stagewright.executor.training.losses import LossScale
 from stagewright.executor.training.model_checks import (
     require_joint_steps,
     require_same_model,
@@ -29,7 +30,11 @@ from stagewright.executor.training.preparation import Preparation, needs_two_gra
 from stagewright.executor.training.ranks.groups import RankGroups, make_loss_group
 from stagewright.executor.training.ranks.rank import Rank, RankProgram
 from stagewright.executor.training.stages.initialise import Model, initialise
-from stagewright.executor.training.stages.learning_rates import MakeSchedule, ParameterGroups
+from stagewright.executor.training.stages.learning_rates import (
+    MakeOptimizer,
+    MakeSchedule,
+    ParameterGroups,
+)
 from stagewright.executor.training.stages.sharded_weights import (
     DividedWeights,
     GradientShards,
@@ -39,7 +44,7 @@ from stagewright.executor.training.stages.sharded_weights import (
 )
 from stagewright.executor.training.stages.staged_model import StagedModel
 from stagewright.executor.training.stages.stored_weights import StoredWeights
-from stagewright.executor.training.stages.weights import MakeOptimizer, TiedSums, Weights
+from stagewright.executor.training.stages.weights import TiedSums, Weights
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
 from stagewright.graphs.documents.errors import InputError
@@ -196,7 +201,7 @@ def staged_model(
     *,
     seed: int,
     dtype: torch.dtype,
-    clips: bool,
+    measures: bool,
     evaluates: bool,
 ) -> StagedModel:
     """The captured model, with the rank's layers alone on its device.
@@ -217,16 +222,16 @@ def staged_model(
     )
     require_same_model(plan, model)
     staged = StagedModel(plan, model, stages)
-    require_sharing(plan, staged.tied, staged.stages_of, clips=clips)
+    require_sharing(plan, staged.tied, staged.stages_of, clips=measures)
     require_whole_gradients(plan, model, staged.stages_of)
     return staged
 
 
-def families_of(plan: PipelinePlan, model: StagedModel, *, clips: bool) -> set[frozenset[int]]:
-    """Stages that share a trained parameter; all stages, if gradients are clipped."""
+def families_of(plan: PipelinePlan, model: StagedModel, *, measures: bool) -> set[frozenset[int]]:
+    """Stages that share a trained parameter; all stages, if updates need the norm of gradients."""
     found = {frozenset(model.stages_of[name]) for name in model.tied}
     everything = frozenset(range(len(plan.stages)))
-    return found | {everything} if clips else found
+    return found | {everything} if measures else found
 
 
 def weights_of(
@@ -291,6 +296,7 @@ def joint_of(
     *,
     clip_norm: float,
     accumulate: int,
+    loss_scale: LossScale | None,
 ) -> Joint:
     """The sums over ranks for updates; all ranks call it."""
     shared = SharedGradients(rank, model, weights, groups.tied)
@@ -302,6 +308,7 @@ def joint_of(
         clip_norm,
         shared.overlapping() if rank.plan.is_periodic else None,
         accumulate,
+        loss_scale=loss_scale,
     )
 
 

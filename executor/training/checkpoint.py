@@ -60,19 +60,42 @@ def save(
     stay. ``folder``: made if it does not exist. The two newest checkpoints in it are kept.
     ``state``: tensors by key; no two ranks have the same key. ``header``: the same on every rank.
     """
+    path = folder / f"step-{header.steps:08d}"
+    whole(path, lambda partial: _write(partial, state, header, group), _publish, group)
+    return path
+
+
+def save_model(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Write a model's state dict as a new folder of torch.distributed.checkpoint, under its names.
+
+    Every rank calls it with its share. Raises InputError if the folder cannot be written.
+    """
+    whole(path, lambda partial: _write_tensors(partial, state, None), os.rename)
+
+
+def whole(
+    path: Path,
+    write: Callable[[Path], None],
+    publish: Callable[[Path, Path], None],
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Let all ranks ``write`` a folder under another name, and the first one ``publish`` it.
+
+    Raises InputError if it cannot be written; then nothing of it is left.
+    """
     from torch.distributed.checkpoint.api import CheckpointException
 
-    path = folder / f"step-{header.steps:08d}"
     partial = _partial(path)
     is_first = dist.get_rank(group) == 0
     if is_first:
-        for leftover in folder.glob(".step-*.partial"):  # of a run that was killed while it wrote
-            shutil.rmtree(leftover)
+        leftover = ".step-*.partial" if path.name.startswith("step-") else partial.name
+        for one in path.parent.glob(leftover):  # of a run that was killed while it wrote
+            shutil.rmtree(one)
     dist.barrier(group)
     try:
-        _write(partial, state, header, group)
+        write(partial)
         if is_first:
-            _publish(partial, path)
+            publish(partial, path)
     except (CheckpointException, OSError) as error:
         if is_first:  # no rank writes any more; the user needs the space
             shutil.rmtree(partial, ignore_errors=True)
@@ -81,18 +104,13 @@ def save(
             raise
         told = f"{path}: the checkpoint cannot be written: {cause.strerror or cause}"
         raise InputError(told) from None
-    return path
 
 
 def _write(
     partial: Path, state: Mapping[str, Tensor], header: Header, group: dist.ProcessGroup | None
 ) -> None:
     """Write all files of a checkpoint."""
-    from torch.distributed.checkpoint import state_dict_saver
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
-    writer = FileSystemWriter(partial)
-    state_dict_saver.save(dict(state), storage_writer=writer, process_group=group)
+    _write_tensors(partial, state, group)
     is_first = dist.get_rank(group) == 0
     if is_first:  # all have written
         _put(partial / HEADER, documents.to_json(header))
@@ -100,6 +118,16 @@ def _write(
     if is_first:
         _put(partial / SUMS, _as_text(sums))
         _sync(partial)
+
+
+def _write_tensors(
+    folder: Path, state: Mapping[str, Tensor], group: dist.ProcessGroup | None
+) -> None:
+    from torch.distributed.checkpoint import state_dict_saver
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    writer = FileSystemWriter(folder)
+    state_dict_saver.save(dict(state), storage_writer=writer, process_group=group)
 
 
 def _put(path: Path, text: str) -> None:

@@ -1,15 +1,20 @@
 """The share of a checkpoint that a rank writes and reads."""
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from stagewright.executor.training import checkpoint
+from stagewright.executor.training.rank_executor import RankExecutor
 from stagewright.executor.training.ranks.rank import Rank
+from stagewright.executor.training.stages.partial_build import CannotBuild, outline_of
 from stagewright.executor.training.stages.staged_model import StagedModel
 from stagewright.executor.training.stages.weights import Weights
 from stagewright.graphs.documents import documents
@@ -18,13 +23,15 @@ from stagewright.graphs.documents.errors import InputError
 _SAFETENSORS = ".safetensors"
 
 
-def require_format(path: Path | None) -> None:
-    """Refuse a safetensors file where the library is not installed."""
+def require_format(path: Path | None, folder: Path | None = None) -> None:
+    """Refuse a safetensors file where the library is not installed, and a folder with files."""
     if path is not None and path.suffix == _SAFETENSORS and find_spec("safetensors") is None:
         raise InputError(
             f"{path} needs the package safetensors: pip install 'stagewright[safetensors]', or "
             "name a file that ends in .pt"
         )
+    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{folder} is there already; name a new folder")
 
 
 def write_parameters(path: Path, parameters: Mapping[str, Tensor]) -> None:
@@ -55,6 +62,28 @@ def _safetensors(parameters: Mapping[str, Tensor]) -> bytes:
     return bytes(save(own, metadata))
 
 
+def write_model(folder: Path, make: Callable[[], Any], executor: RankExecutor) -> None:
+    """Write a trained model to a folder that other frameworks load; all ranks call it.
+
+    A model of ``transformers`` is saved by itself, ``config.json`` included, by the first rank; of
+    another one every rank writes its share for ``torch.distributed.checkpoint``.
+    """
+    try:
+        model = outline_of(make, 0).model
+    except CannotBuild:
+        model = make()
+    if not hasattr(model, "save_pretrained"):
+        checkpoint.save_model(folder, executor.parameters_of_rank())
+        return
+    state = executor.parameters_on_first_rank()
+
+    def write(partial: Path) -> None:
+        if state is not None:
+            model.save_pretrained(partial, state_dict=state)
+
+    checkpoint.whole(folder, write, os.rename)
+
+
 def packed(value: Any) -> Tensor:
     """A value that can be pickled, as a tensor of bytes."""
     content = io.BytesIO()
@@ -69,7 +98,8 @@ def unpacked(tensor: Tensor) -> Any:
     )
 
 
-SCHEDULE, EXTRA = "schedule.state", "extra.state"
+SCHEDULE, EXTRA, SCALE = "schedule.state", "extra.state", "scaler.state"
+PACKED = "-packed"  # what the key of a state ends with that is no plain tensor, as one in 8 bits
 
 
 class Stateful(Protocol):
@@ -88,7 +118,7 @@ class CheckpointShare:
     ``model.NAME`` are parameters and buffers under the model's own names, ``optimizer.NAME.KEY``
     what the optimizer keeps for a parameter, and ``previous.NAME`` the weights before the last
     update, where the plan computes on them; ``schedule.state`` is that of the learning rates,
-    ``extra.state`` that of ``extra``.
+    ``extra.state`` that of ``extra``, ``scaler.state`` that of the ``scale`` of losses.
     ``weights`` are by stage of this rank.
     """
 
@@ -98,8 +128,10 @@ class CheckpointShare:
         model: StagedModel,
         weights: Mapping[int, Weights],
         extra: Stateful | None = None,
+        scale: Stateful | None = None,
     ) -> None:
-        self._extra = extra
+        given = {EXTRA: extra, SCALE: scale}
+        self._of_run = {key: one for key, one in given.items() if one is not None}
         self._rank, self._model, self._weights = rank, model, weights
         self._buffered = rank.plan.weight_rule.staleness > 0
 
@@ -114,8 +146,8 @@ class CheckpointShare:
             if self._rank.is_in_first_group(s) or self._rank.plan.stages[s].shards != "none":
                 own = self._model_state(s) | self._optimizer_state(s)
                 found |= own if self._rank.first(s) == self._rank.number else {}
-        if self._extra is not None and self._rank.number == 0:
-            found[EXTRA] = packed(self._extra.state_dict())
+        if self._rank.number == 0:
+            found |= {key: packed(one.state_dict()) for key, one in self._of_run.items()}
         return found | self._schedule_state()
 
     def _schedule_state(self) -> dict[str, Tensor]:
@@ -152,7 +184,10 @@ class CheckpointShare:
             if self._buffered:
                 found[f"previous.{name}"] = weights.parameters(0)[name].detach()
             for key, value in kept.items():
-                found[f"optimizer.{name}.{key}"] = self._whole(s, name, value)
+                if is_traceable_wrapper_subclass(value):  # of a parameter that is whole
+                    found[f"optimizer.{name}.{key}{PACKED}"] = packed(value)
+                else:
+                    found[f"optimizer.{name}.{key}"] = self._whole(s, name, value)
         return found
 
     def wanted(self, keys: Iterable[str]) -> list[str]:
@@ -162,7 +197,7 @@ class CheckpointShare:
         kinds += ["previous"] if self._buffered else []
         rates = any(one.rates is not None for one in self._weights.values())
         others = {SCHEDULE} if rates else set()
-        others |= {EXTRA} if self._extra is not None else set()
+        others |= self._of_run.keys()
         return [key for key in keys if _belongs(key, own, kinds) or key in others]
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -177,15 +212,19 @@ class CheckpointShare:
                     raise InputError(f"the checkpoint has no {name!r} of stage {s}")
                 with torch.no_grad():
                     weights.fill(name, one, own[f"model.{name}"])
-            weights.load(own, buffered=self._buffered)
+            states = {
+                key.removesuffix(PACKED): unpacked(one) if key.endswith(PACKED) else one
+                for key, one in own.items()
+            }
+            weights.load(states, buffered=self._buffered)
             if weights.rates is not None:
                 if SCHEDULE not in tensors:
                     raise InputError("the checkpoint has no learning rates of a schedule")
                 weights.rates.load(unpacked(tensors[SCHEDULE]))
-        if self._extra is not None:
-            if EXTRA not in tensors:
-                raise InputError("the checkpoint has no state for extra")
-            self._extra.load_state_dict(unpacked(tensors[EXTRA]))
+        for key, of_run in self._of_run.items():
+            if key not in tensors:
+                raise InputError(f"the checkpoint has no state for {key.removesuffix('.state')}")
+            of_run.load_state_dict(unpacked(tensors[key]))
 
     def _own(self, s: int, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The tensors of a checkpoint, or this rank's shards of those that a stage divides."""

@@ -1,6 +1,8 @@
-"""Results of losses: a mean over samples, or a sum and the count to divide it by."""
+"""Results of losses, a mean over samples or a sum with its count, and the scale of gradients."""
 
 from collections.abc import Callable, Mapping
+from math import frexp, inf, ldexp
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from stagewright.graphs.documents.errors import InputError
 
 Loss = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
+MIXED = (torch.bfloat16, torch.float16)  # compute types under autocast of float32 parameters
 IGNORED = -100  # the label that torch's cross-entropy leaves out
 
 
@@ -84,3 +87,51 @@ def _shown(found: object) -> str:
         return type(found).__name__
     shape = f"a tensor of shape {tuple(found.shape)}"
     return shape if found.requires_grad else f"{shape} without a gradient"
+
+
+def loss_scale_of(scaler: torch.amp.GradScaler | None, dtype: torch.dtype) -> "LossScale | None":
+    """The scale of losses in a run; with float16 by torch's scaler, unless another is given."""
+    if scaler is None and dtype == torch.float16:
+        scaler = torch.amp.GradScaler("cpu")  # where the sums over ranks are made
+    return LossScale(scaler) if scaler is not None and scaler.is_enabled() else None
+
+
+class LossScale:
+    """The ``factor`` of losses by torch's ``scaler``, the same on all ranks.
+
+    The scaler is given a gradient that stands for those of all ranks: infinite if one of them is
+    not finite. So it steps, and changes its scale, as for the whole model; ``left_out`` counts the
+    updates without a step. The scale is of a mean: that of a sum is divided by the power of two
+    below the count of the update before.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self._scaler = scaler
+        self._number = torch.nn.Parameter(torch.zeros(()))
+        self._optimizer = torch.optim.SGD([self._number], lr=0.0)
+        scaler.scale(self._number.detach())  # from here on it has a scale
+        self._exponent = self.left_out = 0
+        self.factor = scaler.get_scale()
+
+    def update(self, count: float | None, *, finite: bool) -> None:
+        """Go on to the next step's factor, after one of ``finite`` gradients.
+
+        ``count``: of the loss, where it is a sum.
+        """
+        self._exponent = frexp(count)[1] - 1 if count else 0
+        self.left_out += not finite
+        self._number.grad = torch.tensor(0.0 if finite else inf)
+        self._scaler.unscale_(self._optimizer)
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self.factor = ldexp(self._scaler.get_scale(), -self._exponent)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scaler's state, and what else the next factor depends on."""
+        return {"scaler": self._scaler.state_dict(), "exponent": self._exponent}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with a state."""
+        self._scaler.load_state_dict(state["scaler"])
+        self._exponent = state["exponent"]
+        self.factor = ldexp(self._scaler.get_scale(), -self._exponent)

@@ -13,6 +13,7 @@ from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
 from stagewright.executor.capture.shapes import LayerTrace
 from stagewright.executor.programs.program import plan_devices
 from stagewright.executor.training.sharding.sharding import is_divided
+from stagewright.executor.training.stages.learning_rates import parts_of
 from stagewright.formulations.plans.actions import FLUSH, B, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.plans.shards import share_count
@@ -22,12 +23,20 @@ _CLIPPING_ARGUMENT = re.compile(r"max_(grad_)?norm|.*(grad|norm).*clip.*|.*clip.
 
 
 def require_trainable(
-    plan: PipelinePlan, clip_norm: float | None, accumulate: int, *, compiled: bool, traced: bool
+    plan: PipelinePlan,
+    clip_norm: float | None,
+    accumulate: int,
+    *,
+    compiled: bool,
+    traced: bool,
+    scaled: bool,
 ) -> None:
     """Refuse what the plan of a pipeline cannot be trained with, before a model is made."""
     require_clip_norm(plan, clip_norm)
     require_run_divided(plan, compiled=compiled)
     require_accumulated(plan, accumulate, traced=traced)
+    if scaled:
+        require_flushed(plan, "a scaled loss (dtype float16)")
 
 
 def require_clip_norm(plan: PipelinePlan, clip_norm: float | None) -> None:
@@ -55,15 +64,20 @@ def require_accumulated(plan: PipelinePlan, accumulate: int, *, traced: bool) ->
         raise InputError(f"accumulate must be a number of mini-batches from 1 on, got {accumulate}")
     if accumulate == 1:
         return
-    if plan.spans_steps or plan.weight_rule != FLUSH:
-        begins = " and begins with the backwards" if plan.is_backward_first else ""
-        raise InputError(
-            "accumulate needs a finite plan with 'flush' weights that begins with the forwards; "
-            f"this one has {plan.weights!r}{begins}"
-        )
+    require_flushed(plan, "accumulate")
     if traced:
         raise InputError(
             "accumulate: most mini-batches have no update to trace; leave one of the two out"
+        )
+
+
+def require_flushed(plan: PipelinePlan, what: str) -> None:
+    """Refuse ``what`` for plans in which a mini-batch has several updates, or overlaps others."""
+    if plan.spans_steps or plan.weight_rule != FLUSH:
+        begins = " and begins with the backwards" if plan.is_backward_first else ""
+        raise InputError(
+            f"{what} needs a finite plan with 'flush' weights that begins with the forwards; "
+            f"this one has {plan.weights!r}{begins}"
         )
 
 
@@ -275,14 +289,14 @@ def require_joint_steps(
     }
     if len(plan.stages) == 1 and not cuts:
         return
-    for one in optimizers:
-        name = one and clips_by_itself(one)
+    for one in chain.from_iterable(parts_of(one) for one in optimizers if one is not None):
+        name = clips_by_itself(one)
         if name:
             raise InputError(
                 f"the optimizer {name} clips by the norm of one device's gradients alone; give "
                 "one that does not, and clip_norm for that of all"
             )
-        if one is not None and any(_needs_whole_tensors(one, cut) for cut in cuts):
+        if any(_needs_whole_tensors(one, cut) for cut in cuts):
             raise InputError(
                 f"the optimizer {type(one).__name__} steps otherwise on a part of a parameter than "
                 "on the whole: give one that treats every number alone, or plan tensor degree 1 "
@@ -300,7 +314,7 @@ def _rows(matrix: Tensor) -> tuple[Tensor, ...]:
 
 def _numbers(matrix: Tensor) -> tuple[Tensor, ...]:
     """Unequal parts of a matrix's numbers in memory order, as replicas may have."""
-    return tuple(torch.split(matrix.flatten(), [24, 40]))
+    return tuple(torch.split(matrix.flatten(), [2300, matrix.numel() - 2300]))
 
 
 def _needs_whole_tensors(optimizer: torch.optim.Optimizer, cut: Cut) -> bool:
@@ -321,8 +335,10 @@ def _needs_whole_tensors(optimizer: torch.optim.Optimizer, cut: Cut) -> bool:
 
 def _stepped(optimizer: torch.optim.Optimizer, cut: Cut) -> Tensor:
     """The numbers of a matrix after two steps of an optimizer of the same class on its parts."""
-    device = next(one.device for group in optimizer.param_groups for one in group["params"])
-    numbers = torch.arange(1.0, 65.0, dtype=torch.float64, device=device).view(8, 8)
+    every = (one.device for group in optimizer.param_groups for one in group["params"])
+    device = next(every, "cpu")
+    # So many that optimizers with states in 8 bits keep them in blocks, of parts other ones.
+    numbers = torch.arange(1.0, 6145.0, dtype=torch.float64, device=device).view(64, 96)
     own = [torch.nn.Parameter(one.clone()) for one in cut(numbers.sin())]
     same = type(optimizer)(own, **optimizer.defaults)
     for factor in (3, 5):

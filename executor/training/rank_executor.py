@@ -88,6 +88,12 @@ class RankExecutor:
         shares = gathered(self._place, own)
         return None if shares is None else self._own.whole_model(shares)
 
+    def parameters_of_rank(self) -> dict[str, Tensor]:
+        """The rank's share of the model's state dict under all its names; all ranks call it."""
+        state = self.state().items()
+        own = {key.removeprefix(MODEL): one for key, one in state if key.startswith(MODEL)}
+        return self._own.whole_model([own])
+
     def trace_on_first_rank(self) -> Trace | None:
         """When everything ran in the steps so far, on rank 0; None on the others.
 

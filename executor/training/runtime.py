@@ -31,7 +31,7 @@ from stagewright.executor.training.data.batches import (
     typed_inputs,
 )
 from stagewright.executor.training.evaluation import Evaluation
-from stagewright.executor.training.losses import Loss, loss_of_run
+from stagewright.executor.training.losses import MIXED, Loss, loss_of_run, loss_scale_of
 from stagewright.executor.training.model_checks import (
     require_capturable,
     require_trainable,
@@ -44,13 +44,13 @@ from stagewright.executor.training.ranks.launch import require_torch
 from stagewright.executor.training.ranks.rank import rank_program, this_rank
 from stagewright.executor.training.stages.initialise import Model
 from stagewright.executor.training.stages.learning_rates import (
+    MakeOptimizer,
     MakeSchedule,
     ParameterGroups,
     require_groups,
     require_not_captured,
 )
 from stagewright.executor.training.stages.stored_weights import find_weights
-from stagewright.executor.training.stages.weights import MakeOptimizer
 from stagewright.executor.training.trace_recorder import MemoryMeter, TraceRecorder
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
@@ -99,10 +99,13 @@ class Executor(RankExecutor):
         The maximum of the norm of all gradients together, as in
         ``torch.nn.utils.clip_grad_norm_`` for the whole model.
     seed
-        Seed of the parameters, where ``module`` is a function, and of all random draws of layers.
+        Seed of parameters, where ``module`` is a function, and of random draws of layers.
     dtype
-        Type of parameters and inputs. With bfloat16, computations are cast to it and the
-        parameters stay float32.
+        Type of parameters and inputs. With bfloat16 and float16, computations are cast to it and
+        the parameters stay float32.
+    scaler
+        Scales the loss, and leaves an update of all stages out if a gradient of any is not finite;
+        of finite plans with ``flush`` weights. With float16 it is torch's GradScaler by default.
     weights
         A ``.safetensors`` file, an index of several, or a folder: values for all parameters and
         buffers of the state dict, of which a rank reads those of its stages.
@@ -127,8 +130,7 @@ class Executor(RankExecutor):
     Raises
     ------
     InputError
-        If the model or the number of processes differs from the plan's, or torch's version is not
-        supported.
+        If model or number of processes differ from the plan's, or torch is not of this version.
     InvalidPlan
         If the plan cannot be carried out.
 
@@ -162,6 +164,7 @@ class Executor(RankExecutor):
         clip_norm: float | None = None,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
+        scaler: torch.amp.GradScaler | None = None,
         weights: Path | str | None = None,
         device: torch.device | str | None = None,
         timeout_seconds: float = 60.0,
@@ -172,7 +175,9 @@ class Executor(RankExecutor):
         evaluates: bool = False,
     ) -> None:
         require_torch()
-        require_trainable(plan, clip_norm, accumulate, compiled=compile, traced=trace)
+        self._scale = scale = loss_scale_of(scaler, dtype)
+        checked = {"compiled": compile, "traced": trace, "scaled": scale is not None}
+        require_trainable(plan, clip_norm, accumulate, **checked)
         self._accumulate = accumulate
         loss, takes_loss = loss_of_run(loss, example)
         require_no_parameters(loss)
@@ -188,28 +193,24 @@ class Executor(RankExecutor):
         if graph:
             require_capturable(plan, self._rank.device, traced=trace)
         self._stages = stages_on(plan, self._rank.name)
-        autocast = dtype if dtype == torch.bfloat16 else None
+        measures, autocast = most < inf or scale is not None, dtype if dtype in MIXED else None
         self._parameter_type = dtype if autocast is None else torch.float32
-        stored = None if weights is None else find_weights(Path(weights))
+        shown = example_of(
+            *(self._rank, example, replicas),
+            takes_loss=takes_loss,
+            dtype=self._parameter_type,
+            autocast=autocast,
+        )
         self._model = staged_model(
-            self._rank,
-            module,
-            example_of(
-                self._rank,
-                example,
-                replicas,
-                takes_loss=takes_loss,
-                dtype=self._parameter_type,
-                autocast=autocast,
-            ),
-            stored,
+            *(self._rank, module, shown),
+            None if weights is None else find_weights(Path(weights)),
             seed=seed,
             dtype=self._parameter_type,
-            clips=most < inf,
+            measures=measures,
             evaluates=evaluates,
         )
         # Known only from the captured model.
-        families = families_of(plan, self._model, clips=most < inf)
+        families = families_of(plan, self._model, measures=measures)
         program = rank_program(plan, self.rank, families)
         timeout = timedelta(seconds=timeout_seconds)
         holders = {name: self._model.holders(name) for name in self._model.tied}
@@ -235,14 +236,10 @@ class Executor(RankExecutor):
             weights=self._weights,
             groups=self._groups.stages,
             joint=joint_of(
-                self._rank,
-                self._model,
-                self._weights,
-                families,
-                self._groups,
-                timeout,
+                *(self._rank, self._model, self._weights, families, self._groups, timeout),
                 clip_norm=most,
                 accumulate=accumulate,
+                loss_scale=scale,
             ),
             families=families,
             loss=loss,
@@ -253,7 +250,7 @@ class Executor(RankExecutor):
             replicas=replicas,
         )
         self._interpreters = Interpreters(preparation)
-        self._own = CheckpointShare(self._rank, self._model, self._weights, extra)
+        self._own = CheckpointShare(self._rank, self._model, self._weights, extra, scale)
         self._evaluation = Evaluation(preparation, takes_loss, self._parameter_type)
         traced = partial(traced_step, plan)
         self._recorder = TraceRecorder(
@@ -275,6 +272,11 @@ class Executor(RankExecutor):
         """The optimizers of this rank's stages."""
         every = (weights.optimizer for weights in self._weights.values())
         return [one for one in every if one is not None]
+
+    @property
+    def updates_left_out(self) -> int:
+        """The updates that were left out, as gradients of the scaled loss were infinite."""
+        return 0 if self._scale is None else self._scale.left_out
 
     def step(self, inputs: Batch, targets: Batch = ()) -> float | None:
         """One iteration on a mini-batch; its mean loss on ranks of the last stage, else None.

@@ -18,7 +18,11 @@ from stagewright.executor.programs.program import plan_devices
 from stagewright.executor.programs.trace import save_trace
 from stagewright.executor.training import checkpoint
 from stagewright.executor.training.checkpoint import Header
-from stagewright.executor.training.checkpoint_share import require_format, write_parameters
+from stagewright.executor.training.checkpoint_share import (
+    require_format,
+    write_model,
+    write_parameters,
+)
 from stagewright.executor.training.data.batches import (
     Readers,
     readers_of,
@@ -34,6 +38,7 @@ from stagewright.executor.training.ranks.endings import Member
 from stagewright.executor.training.runtime import Executor
 from stagewright.executor.training.stages.initialise import Model
 from stagewright.executor.training.stages.learning_rates import (
+    OPTIMIZER,
     ParameterGroups,
     RateSchedule,
     require_not_captured,
@@ -93,6 +98,7 @@ class Task:
     evaluate_every: int
     resume: bool
     parameters: Path | None
+    model_folder: Path | None
     trace: Path | None
     graph: bool
     compile: bool
@@ -100,14 +106,13 @@ class Task:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**31:
             raise InputError(f"the seed must be from 0 to {2**31 - 1}, got {self.seed}")
-        require_format(self.parameters)
+        require_format(self.parameters, self.model_folder)
         if isinstance(self.plan, OperatorPlan):
             self._require_captured()
             return
-        traced, accumulate = self.trace is not None, self.accumulate
-        require_trainable(
-            self.plan, self.clip_norm, accumulate, compiled=self.compile, traced=traced
-        )
+        traced, scaled = self.trace is not None, self.dtype == torch.float16
+        checked = {"compiled": self.compile, "traced": traced, "scaled": scaled}
+        require_trainable(self.plan, self.clip_norm, self.accumulate, **checked)
         require_not_captured(self.schedule, captured=self.graph)
         if self.graph:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -136,9 +141,9 @@ class Task:
         """The header of a checkpoint after ``steps``."""
         plan = self.plan
         weights = "flush" if isinstance(plan, OperatorPlan) else plan.weights
-        return Header(
-            steps, weights, self.optimizer.name, str(self.schedule or "none"), self.accumulate
-        )
+        others = (one[OPTIMIZER].name for one in self.groups.values() if OPTIMIZER in one)
+        stepping = "+".join(dict.fromkeys([self.optimizer.name, *others]))
+        return Header(steps, weights, stepping, str(self.schedule or "none"), self.accumulate)
 
     @property
     def has_own_samples(self) -> bool:
@@ -210,11 +215,14 @@ class Task:
 class TrainingHistory:
     """Mean loss and duration of every step of a run, and the evaluations by their steps.
 
+    ``updates_left_out``: those with infinite gradients of a scaled loss.
+
     Where mini-batches overlap, a step lasts as long as the call that began it, and
     before a checkpoint or the end, until no mini-batch is in flight.
     """
 
     losses: list[float] = field(default_factory=list)
+    updates_left_out: int = 0
     seconds: list[float] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
 
@@ -251,7 +259,8 @@ def train(
         member.place = f"at step {step}"
         loop.step(step, [next(batches) for _ in range(task.accumulate)])
     member.place = "after the last step"
-    seen = [loop.history]
+    left_out = executor.updates_left_out if isinstance(executor, Executor) else 0
+    seen = [replace(loop.history, updates_left_out=left_out)]
     dist.broadcast_object_list(seen, src=executor.reporter)
     return seen[0]
 
@@ -316,7 +325,7 @@ class _Loop:
 
 
 def _learning_rate(executor: _AnyExecutor) -> float | None:
-    """The current learning rate of the rank's first parameter group."""
+    """The learning rate of the rank's first parameter group."""
     optimizers = [] if isinstance(executor, OperatorExecutor) else executor.optimizers
     return next((float(one.param_groups[0]["lr"]) for one in optimizers), None)
 
@@ -383,6 +392,8 @@ def _write_results(task: Task, executor: _AnyExecutor) -> None:
         parameters = executor.parameters_on_first_rank()
         if parameters is not None:
             write_parameters(task.parameters, parameters)
+    if task.model_folder is not None:
+        write_model(task.model_folder, task.model, executor)
     if task.trace is not None:
         trace = executor.trace_on_first_rank()
         if trace is not None:

@@ -5,7 +5,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stagewright.graphs.documents.errors import InputError
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from stagewright.executor.training.training import NamedOptimizer
 
 EXAMPLE = "examples.models:transformer"
+OF_TORCHAO = ("adam4bit", "adam8bit", "adamfp8", "adamw4bit", "adamw8bit", "adamwfp8")
 
 
 def load_factory(text: str, option: str) -> Callable[..., Any]:
@@ -96,28 +97,30 @@ def parse_optimizer(text: str) -> "NamedOptimizer":
     InputError
         If torch has no such optimizer, or the optimizer has no such argument or value.
     """
-    from stagewright.executor.training.training import NamedOptimizer
-
     name, _, listed = text.partition(":")
-    kinds = _optimizers()
-    if name not in kinds:
-        raise InputError(f"--optimizer {name!r} is not known; one of {', '.join(sorted(kinds))}")
-    allowed = list(inspect.signature(kinds[name]).parameters)[1:]  # the first is the parameters
     arguments = _parse_arguments(
         f"--optimizer {text}", listed, "NAME:KEY=VALUE,KEY=VALUE", "adamw:lr=1e-3,betas=(0.9,0.95)"
     )
+    return _named_optimizer(name, arguments, f"--optimizer {text}")
+
+
+def _named_optimizer(name: str, arguments: Mapping[str, Any], place: str) -> "NamedOptimizer":
+    from stagewright.executor.training.training import NamedOptimizer
+
+    kind = _optimizer_kind(name, place)
+    allowed = list(inspect.signature(kind).parameters)[1:]  # the first is the parameters
     for argument in arguments:
         if argument not in allowed:
-            raise InputError(
-                f"--optimizer {text}: {name} has no {argument!r}; one of {', '.join(allowed)}"
-            )
-    choice = NamedOptimizer(name, kinds[name], arguments)
-    _require_accepted(choice, f"--optimizer {text}")
+            raise InputError(f"{place}: {name} has no {argument!r}; one of {', '.join(allowed)}")
+    choice = NamedOptimizer(name, kind, arguments)
+    _require_accepted(choice, place)
     return choice
 
 
 def parse_groups(texts: Sequence[str] | None, optimizer: "NamedOptimizer") -> "ParameterGroups":
     """Read ``norm|bias:weight_decay=0`` and others: arguments of the optimizer by pattern.
+
+    With ``optimizer=adamw`` they are those of another one.
 
     Raises
     ------
@@ -137,6 +140,10 @@ def parse_groups(texts: Sequence[str] | None, optimizer: "NamedOptimizer") -> "P
             raise InputError(f"{place}: write REGEX:KEY=VALUE, e.g. norm|bias:weight_decay=0")
         if pattern in groups:
             raise InputError(f"{place}: {pattern!r} is given twice; put its arguments together")
+        if "optimizer" in arguments:
+            other = arguments.pop("optimizer")
+            groups[pattern] = {"optimizer": _named_optimizer(str(other), arguments, place)}
+            continue
         both = {**optimizer.arguments, **arguments}
         _require_accepted(NamedOptimizer(optimizer.name, optimizer.kind, both), place)
         groups[pattern] = arguments
@@ -183,21 +190,39 @@ def _parse_arguments(place: str, listed: str, form: str, example: str) -> dict[s
         call = ast.parse(f"f({listed})", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError
-        return {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
+        return {
+            str(one.arg): one.value.id
+            if one.arg == "optimizer" and isinstance(one.value, ast.Name)
+            else ast.literal_eval(one.value)
+            for one in call.keywords
+        }
     except (ValueError, SyntaxError):
         raise InputError(
             f"{place}: write {form} with values as in Python, e.g. {example}"
         ) from None
 
 
-def _optimizers() -> "dict[str, type[torch.optim.Optimizer]]":
-    """The optimizers of torch by lower-case name, except LBFGS, which evaluates the loss itself."""
+def _optimizer_kind(name: str, place: str) -> "type[torch.optim.Optimizer]":
+    """An optimizer by its lower-case name: of torch, or of torchao with states in few bits.
+
+    LBFGS evaluates the loss itself, so that it is none of them.
+    """
     import torch
 
-    return {
-        name.lower(): kind
-        for name, kind in vars(torch.optim).items()
+    module: Any = torch.optim
+    if name in OF_TORCHAO:
+        try:
+            module = importlib.import_module("torchao.optim")
+        except ImportError:
+            raise InputError(f"{place}: {name} is of torchao: pip install torchao") from None
+    kinds = {
+        key.lower(): kind
+        for key, kind in vars(module).items()
         if inspect.isclass(kind)
         and issubclass(kind, torch.optim.Optimizer)
-        and name not in ("Optimizer", "LBFGS")
+        and key not in ("Optimizer", "LBFGS")
     }
+    if name not in kinds:
+        known = ", ".join(sorted(kinds.keys() | {*OF_TORCHAO}))
+        raise InputError(f"{place}: {name!r} is not known; one of {known}")
+    return kinds[name]

@@ -78,8 +78,13 @@ class Modelled(CommandOptions):
     """One of torch.optim, e.g. adamw:lr=1e-3,weight_decay=0.1."""
 
 
-class Clipped(CommandOptions):
-    """How gradients are clipped."""
+class Updated(CommandOptions):
+    """How gradients become updates."""
+
+    parameter_group: Annotated[list[str] | None, Option(form="REGEX:KEY=VALUE,...")] = None
+    """Other arguments of the optimizer for parameters with a matching name, e.g.
+    'norm|bias:weight_decay=0', or another one: 'norm|bias:optimizer=adamw,lr=1e-3'; repeatable, the
+    first match counts."""
 
     clip_norm: float | None = None
     """Clip gradients to this norm over all parameters."""

@@ -40,7 +40,7 @@ def test_every_path_of_a_command_is_known_as_read_or_written() -> None:
         ("import_", "output"), ("model", "output"), ("cluster", "output"),
         ("profile", "output"), ("profile_links", "output"), ("capture", "output"),
         ("schedule", "html"), ("schedule", "png"), ("schedule", "csv"),
-        ("run", "checkpoint"), ("run", "save_parameters"), ("run", "trace"),
+        ("run", "checkpoint"), ("run", "save_model"), ("run", "save_parameters"), ("run", "trace"),
         ("run", "log"), ("run", "tensorboard"),
         ("sweep", "output"), ("sweep", "png"),
         ("train", "folder"), ("train", "save_parameters"),

@@ -157,18 +157,31 @@ def test_a_loss_must_be_one_number() -> None:
         measured(Known(), vectors(4), (2,), loss=lambda outputs, targets: outputs.sum(1))
 
 
+NUMBERS = (6 * 10, 10 * 8, 8 * 4), 10 + 8 + 4  # of matrices, and of biases
+WHOLE = sum(NUMBERS[0]) + NUMBERS[1]
+FACTORED = 6 + 10 + 10 + 8 + 8 + 4 + NUMBERS[1]  # rows and columns of matrices
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "state"),
+    ("optimizer", "groups", "state"),
     [
-        (partial(torch.optim.SGD, lr=0.1), 0.0),
-        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 1.0),
-        (torch.optim.Adam, 2.0),
-        (torch.optim.AdamW, 2.0),
+        (partial(torch.optim.SGD, lr=0.1), {}, 0.0),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), {}, 1.0),
+        (torch.optim.AdamW, {}, 2.0),
+        (torch.optim.Adafactor, {}, FACTORED / WHOLE),
+        (
+            torch.optim.Muon,
+            {"bias": {"optimizer": torch.optim.Adam}},
+            1 + NUMBERS[1] / WHOLE,
+        ),
     ],
 )
-def test_the_optimizers_step_is_measured_layer_by_layer(optimizer: Any, state: float) -> None:
-    chain = measured(Known(), vectors(4), optimizer=optimizer, clips=state == 1.0)
-    assert chain.optimizer_bytes_per_parameter_byte == state
+def test_the_optimizers_step_is_measured_layer_by_layer(
+    optimizer: Any, groups: Any, state: float
+) -> None:
+    options = {"optimizer": optimizer, "groups": groups}
+    chain = measured(Known(), vectors(4), clips=state == 1.0, **options)
+    assert chain.optimizer_bytes_per_parameter_byte == pytest.approx(state, rel=1e-12)
     for layer in chain.layers:
         (seconds,) = {cost.update_seconds for cost in layer.costs}
         assert seconds is not None
@@ -176,7 +189,7 @@ def test_the_optimizers_step_is_measured_layer_by_layer(optimizer: Any, state: f
 
 
 def test_an_optimizer_that_does_not_take_a_layer_is_refused() -> None:
-    with pytest.raises(InputError, match=r"the optimizer does not accept layer 'first': .*2D"):
+    with pytest.raises(InputError, match=r"does not take parameter 'first.bias': .*2D"):
         measured(Known(), vectors(4), optimizer=torch.optim.Muon)
 
 

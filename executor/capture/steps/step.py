@@ -29,7 +29,7 @@ from stagewright.executor.capture.steps.joint import (
     trace_joint,
 )
 from stagewright.executor.training.losses import Loss, cross_entropy
-from stagewright.executor.training.stages.weights import MakeOptimizer
+from stagewright.executor.training.stages.learning_rates import MakeOptimizer
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.operators.step_graph import StepGraph
 

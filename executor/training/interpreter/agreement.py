@@ -3,7 +3,6 @@
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from math import inf
 
 from torch import Tensor
 
@@ -41,12 +40,13 @@ class Agreement:
         self._periodic = program.periodic is not None
         self._staleness = rank.plan.weight_rule.staleness
         self._every_round = rank.plan.weight_rule.updates_every_round
-        self._clips = joint.clip_norm < inf
+        self._clips = joint.measures
         self._losses = iterations.runs_of(len(rank.plan.stages) - 1)  # of an iteration, here
         updates = (one.action.stage for one in program.row if one.action.kind is ActionKind.UPDATE)
         self._first_together = next((s for s in updates if s in joint.stages), None)
         self._updates = True
-        self._factors: dict[int, float] = {}
+        self._factors: dict[int, float | None] = {}
+        self._judged: tuple[Total, float, bool] | None = None  # its loss scale, and if it is finite
         self._missing: dict[int, int] = {}  # losses of an iteration that are not computed yet
         self._counts: dict[int, list[Tensor | None]] = {}  # of an iteration, until its gradients
         self._totals: defaultdict[int, deque[Total]] = defaultdict(deque)  # by stage, in order
@@ -132,15 +132,28 @@ class Agreement:
         self._factors[s] = 1.0 if self._every_round else self._factor(s, iteration)
         return seconds
 
-    def _factor(self, s: int, iteration: int) -> float:
+    def _factor(self, s: int, iteration: int) -> float | None:
         total = self._totals[s].popleft()
         if total.counted() == 0:
             step = self._iterations.step(iteration)
             raise NonFiniteLoss(f"the loss of step {step + 1} has a sum over a count of 0")
-        return total.factor(self._joint.clip_norm, 1 / self._joint.accumulate)
+        scale, is_finite = self._judge(total)
+        if not is_finite:
+            return None
+        return total.factor(self._joint.clip_norm, 1 / self._joint.accumulate, scale)
 
-    def pop_factor(self, s: int) -> float:
-        """The factor for the gradients of the stage's next update."""
+    def _judge(self, total: Total) -> tuple[float, bool]:
+        """The scale of an update's losses, and whether it is done; all ranks find the same."""
+        scaling = self._joint.loss_scale
+        if scaling is None:
+            return 1.0, True
+        if self._judged is None or self._judged[0] is not total:  # once for all stages
+            self._judged = total, scaling.factor, total.is_finite()
+            scaling.update(total.counted(), finite=self._judged[2])
+        return self._judged[1:]
+
+    def pop_factor(self, s: int) -> float | None:
+        """The factor for the gradients of the stage's next update; None leaves it out."""
         if s not in self._factors:
             self.wait(s)
         return self._factors.pop(s)

@@ -17,6 +17,7 @@ from torch import Tensor
 from stagewright.executor.training.interpreter.iterations import Iterations
 from stagewright.executor.training.interpreter.last_stage import LastStage
 from stagewright.executor.training.interpreter.streams import DeviceStreams
+from stagewright.executor.training.losses import LossScale
 from stagewright.executor.training.stages.stage import StageComputation
 from stagewright.executor.training.stages.weights import TiedSums, Weights
 
@@ -30,7 +31,8 @@ class Joint:
     together, at the end of an iteration. ``sum_tied`` sums up the gradients of parameters that
     stages share; ``tied`` does so while the next gradients are computed.
     ``squares`` is this rank's part of the squared norm of all gradients. An update is by the
-    gradients of ``accumulate`` mini-batches; ``counted`` are the counts of those so far.
+    gradients of ``accumulate`` mini-batches; ``counted`` are the counts of those so far. With a
+    ``loss_scale`` an update is left out if a gradient is not finite.
     """
 
     group: dist.ProcessGroup | None
@@ -41,6 +43,12 @@ class Joint:
     tied: TiedSums | None = None
     accumulate: int = 1
     counted: list[Tensor | None] = field(default_factory=list)
+    loss_scale: LossScale | None = None
+
+    @property
+    def measures(self) -> bool:
+        """Whether an update depends on the norm of all gradients."""
+        return self.clip_norm < inf or self.loss_scale is not None
 
 
 class DeviceFactor:
@@ -65,7 +73,7 @@ class DeviceFactor:
     def reduced(self, s: int) -> None:
         """A stage of one device has no all-reduce."""
 
-    def pop_factor(self, s: int) -> float | Tensor:
+    def pop_factor(self, s: int) -> float | Tensor | None:
         """The factor for the gradients of the stage's next update."""
         return 1.0 if self._factor is None else self._factor
 

@@ -118,6 +118,7 @@ class Interpreter:
             scale=scale,
             group=joint.group,
             captured=captured,
+            loss_scale=joint.loss_scale,
         )
         self._agreement: Agreement | DeviceFactor = (
             DeviceFactor(self._iterations, self._last_stage, self._last)

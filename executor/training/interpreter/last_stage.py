@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stagewright.executor.capture.loss_graph import require_from_outputs
 from stagewright.executor.training.interpreter.iterations import Iterations
-from stagewright.executor.training.losses import Loss, read_loss
+from stagewright.executor.training.losses import Loss, LossScale, read_loss
 from stagewright.executor.training.ranks.rank import Rank
 from stagewright.executor.training.stages.stage import Gradients, StageComputation, Tensors
 from stagewright.graphs.documents.errors import InputError
@@ -50,14 +50,20 @@ class Total:
             self.work = None
         return float(self.numbers[1]) if self.numbers[0] else None
 
-    def factor(self, clip_norm: float = inf, share: float = 1.0) -> float:
+    def is_finite(self) -> bool:
+        """Whether all gradients are finite, by their squares, which 64 bits hold."""
+        self.counted()
+        return isfinite(self.numbers[2])
+
+    def factor(self, clip_norm: float = inf, share: float = 1.0, loss_scale: float = 1.0) -> float:
         """The factor of summed gradients, for a norm of at most ``clip_norm``.
 
-        ``share`` is the weight of a loss that is a mean. The small number in the denominator is
-        that of ``torch.nn.utils.clip_grad_norm_``.
+        ``share`` is the weight of a loss that is a mean; the losses were multiplied by
+        ``loss_scale``. The small number in the denominator is that of
+        ``torch.nn.utils.clip_grad_norm_``.
         """
         count = self.counted()
-        scale = share if count is None else 1 / count
+        scale = (share if count is None else 1 / count) / loss_scale
         if clip_norm == inf:
             return scale
         norm = scale * sqrt(float(self.numbers[2]))
@@ -84,7 +90,7 @@ class LastStage:
     which the loss is given, of the last layer's tensors. ``scale``: weight of the mean loss of a
     microbatch in an update. ``group``: the processes that sum up the counts of losses.
     ``captured``: whether windows are captured: then nothing is read while losses are computed, and
-    their gradients are computed with them.
+    their gradients are computed with them. ``loss_scale``: what gradients are multiplied by.
     """
 
     def __init__(
@@ -98,8 +104,9 @@ class LastStage:
         scale: float,
         group: dist.ProcessGroup | None,
         captured: bool,
+        loss_scale: LossScale | None = None,
     ) -> None:
-        self._captured = captured
+        self._captured, self._loss_scaling = captured, loss_scale
         self._gradients: dict[int, Gradients] = {}  # of the outputs, where windows are captured
         self._rank, self._iterations, self._computation = rank, iterations, computation
         self._loss, self._result, self._scale = loss, result, scale
@@ -179,9 +186,10 @@ class LastStage:
         microbatch has its own update, else before the update.
         """
         total = self._totals.pop(m).counted() if self._every_round else 1.0
+        scale = 1.0 if self._loss_scaling is None else self._loss_scaling.factor
         if count is None:
-            return self._iterations.share(self._number, m) * self._scale
-        return 1 / total if total else 0.0
+            return self._iterations.share(self._number, m) * self._scale * scale
+        return scale / total if total else 0.0
 
     def counts(self, iteration: int) -> list[Tensor | None]:
         """Counts of an iteration's losses by microbatch; a tensor group counts once."""

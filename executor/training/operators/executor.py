@@ -29,7 +29,7 @@ from stagewright.executor.training.rank_executor import MODEL, RankExecutor
 from stagewright.executor.training.ranks.groups import summed
 from stagewright.executor.training.ranks.rank import RankPlace, this_place
 from stagewright.executor.training.stages.initialise import Model
-from stagewright.executor.training.stages.weights import MakeOptimizer
+from stagewright.executor.training.stages.learning_rates import MakeOptimizer
 from stagewright.executor.training.trace_recorder import TraceRecorder
 from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.graphs.documents.errors import InputError

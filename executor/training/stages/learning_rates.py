@@ -1,12 +1,12 @@
-"""Learning rates that change from step to step, by the schedulers of torch.optim."""
+"""The optimizer of a stage by groups of parameters, and its learning rates by step."""
 
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import cos, isfinite, pi
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
@@ -18,7 +18,13 @@ ParameterGroups = Mapping[str, Mapping[str, Any]]
 
 A parameter belongs to the first expression that is found in its name (``re.search``); parameters
 that match none have the optimizer's own arguments. One with several names has the first of them.
+With the key `OPTIMIZER` a group has another optimizer, which is made of its parameters alone.
 """
+
+# Of parameters, or where there are groups, of mappings as torch.optim takes them.
+MakeOptimizer = Callable[[list[Any]], Optimizer]
+
+OPTIMIZER = "optimizer"
 
 
 def require_groups(groups: ParameterGroups, names: Sequence[str]) -> None:
@@ -39,33 +45,86 @@ def require_groups(groups: ParameterGroups, names: Sequence[str]) -> None:
         left -= own
 
 
-def grouped(
-    names: Sequence[str], parameters: Sequence[nn.Parameter], groups: ParameterGroups
-) -> list[Any]:
-    """An optimizer's argument: the parameters, or a mapping for each group and for the rest.
+class JoinedOptimizers(Optimizer):
+    """Several optimizers that step together, each with its own groups of parameters."""
 
-    Every stage has all groups, in the same order, some of them without parameters.
+    def __init__(self, parts: Sequence[Optimizer]) -> None:
+        super().__init__([group for one in parts for group in one.param_groups], {})
+        self.parts = parts
+        for one in parts:
+            one.state = self.state
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step each of them."""
+        for one in self.parts:
+            one.step()
+
+
+def parts_of(optimizer: Optimizer) -> Sequence[Optimizer]:
+    """The optimizers that step together, or the only one."""
+    return optimizer.parts if isinstance(optimizer, JoinedOptimizers) else [optimizer]
+
+
+def optimizer_of(
+    make: MakeOptimizer, parameters: Mapping[str, nn.Parameter], groups: ParameterGroups
+) -> Optimizer:
+    """The optimizer of parameters by name; every stage has all groups, in the same order.
+
+    Raises InputError if an optimizer does not take its arguments or parameters.
     """
     if not groups:
-        return list(parameters)
-    patterns = [_compiled(pattern) for pattern in groups]
-    made: list[dict[str, Any]] = [{"params": []}]
-    made += [{**arguments, "params": []} for arguments in groups.values()]
-    for name, one in zip(names, parameters, strict=True):
-        found = (i for i, pattern in enumerate(patterns, 1) if pattern.search(name))
-        made[next(found, 0)]["params"].append(one)
-    return made
+        return _made(make, [*parameters.values()], parameters)
+    patterns = {pattern: _compiled(pattern) for pattern in groups}
+    members: dict[str, dict[str, nn.Parameter]] = {pattern: {} for pattern in groups}
+    rest: dict[str, nn.Parameter] = {}
+    for name, one in parameters.items():
+        found = (members[pattern] for pattern, own in patterns.items() if own.search(name))
+        next(found, rest)[name] = one
+    usual = {pattern: own for pattern, own in groups.items() if OPTIMIZER not in own}
+    given = [_group({}, rest), *(_group(own, members[one]) for one, own in usual.items())]
+    named = rest | {name: one for pattern in usual for name, one in members[pattern].items()}
+    made = [_made(make, given, named)]
+    for pattern, own in groups.items():
+        if pattern not in usual:
+            group = _group(own, members[pattern])
+            made.append(_made(own[OPTIMIZER], [group], members[pattern]))
+        _require_arguments(pattern, own, made[0] if pattern in usual else made[-1])
+    return made[0] if len(made) == 1 else JoinedOptimizers(made)
 
 
-def require_arguments(optimizer: torch.optim.Optimizer, groups: ParameterGroups) -> None:
-    """Refuse arguments that the optimizer would not read."""
-    for pattern, arguments in groups.items():
-        for key in arguments:
-            if key not in optimizer.defaults:
+def _group(arguments: Mapping[str, Any], members: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """A group as torch's optimizers take it."""
+    own = {key: value for key, value in arguments.items() if key != OPTIMIZER}
+    return {**own, "params": [*members.values()]}
+
+
+def _made(
+    make: MakeOptimizer, given: list[Any], parameters: Mapping[str, nn.Parameter]
+) -> Optimizer:
+    """An optimizer of ``given``; an InputError names the parameter that it does not take."""
+    try:
+        return make(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, InputError):
+            raise
+        for name, one in parameters.items():
+            try:
+                make([one])
+            except (TypeError, ValueError, RuntimeError) as cause:
                 raise InputError(
-                    f"group {pattern!r}: {type(optimizer).__name__} has no {key!r} for a group; "
-                    f"one of {', '.join(optimizer.defaults)}"
-                )
+                    f"the optimizer does not take parameter {name!r}: {cause}; give such "
+                    "parameters a group with another optimizer"
+                ) from error
+        raise
+
+
+def _require_arguments(pattern: str, arguments: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Refuse arguments of a group that its optimizer would not read."""
+    for key in arguments.keys() - optimizer.defaults.keys() - {OPTIMIZER}:
+        raise InputError(
+            f"group {pattern!r}: {type(optimizer).__name__} has no {key!r} for a group; "
+            f"one of {', '.join(optimizer.defaults)}"
+        )
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
@@ -148,7 +207,9 @@ class LearningRates:
         self._done += 1
         if self._done == self._updates:
             self._done = 0
-            self._scheduler.step()
+            with warnings.catch_warnings():  # also where the first update is left out
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler")
+                self._scheduler.step()
 
     def state(self) -> dict[str, Any]:
         """The scheduler's state, and the optimizer's options that it has changed or added."""

@@ -7,6 +7,7 @@ its part, so that nothing is copied.
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +17,12 @@ from torch import Tensor, nn
 from stagewright.executor.capture.twins import twin
 from stagewright.executor.training.stages.division import Flat, Piece, PieceGradients, divided
 from stagewright.executor.training.stages.gradients import Gradients
-from stagewright.executor.training.stages.weights import MakeOptimizer, Weights
+from stagewright.executor.training.stages.learning_rates import (
+    OPTIMIZER,
+    MakeOptimizer,
+    ParameterGroups,
+)
+from stagewright.executor.training.stages.weights import Weights
 from stagewright.graphs.documents.errors import InputError
 
 WEIGHT = "weight"
@@ -39,6 +45,8 @@ class DividedWeights(Weights):
         group: dist.ProcessGroup,
         first: int,
         device: torch.device,
+        *,
+        groups: ParameterGroups = MappingProxyType({}),
         **options: Any,
     ) -> None:
         self._modules, self._group, self._first, self._device = modules, group, first, device
@@ -48,16 +56,12 @@ class DividedWeights(Weights):
         self._pieces: dict[str, tuple[Piece, nn.Parameter, Tensor]] = {}  # with their gradients
         self._users: Counter[int] = Counter()  # of gathered weights
 
-        def make(pieces: list[Any]) -> torch.optim.Optimizer:
-            try:
-                return make_optimizer(pieces)
-            except (TypeError, ValueError) as error:
-                raise InputError(
-                    "replicas that divide their state need an optimizer that treats every number "
-                    f"alone, which sees parts of parameters as rows of numbers: {error}"
-                ) from error
-
-        super().__init__(modules, primary, (), make, 1, **options)
+        others = {
+            pattern: {**own, OPTIMIZER: _of_pieces(own[OPTIMIZER])} if OPTIMIZER in own else own
+            for pattern, own in groups.items()
+        }
+        made = _of_pieces(make_optimizer)
+        super().__init__(modules, primary, (), made, 1, groups=others, **options)
         move(modules, device)  # what is not divided
 
     def _divide(self, parameters: Sequence[nn.Parameter], units: Sequence[Collection[int]]) -> None:
@@ -75,7 +79,7 @@ class DividedWeights(Weights):
     def _parts_of(self, wholes: Sequence[Tensor]) -> list[Tensor]:
         return [flat.own(whole) for flat, whole in zip(self._flats, wholes, strict=True)]
 
-    def update(self, factor: float | Tensor = 1.0) -> None:
+    def update(self, factor: float | Tensor | None = 1.0) -> None:
         """Step the optimizer on this replica's part; whole weights are gathered from all parts."""
         super().update(factor)
         if self._keeps_weights:
@@ -300,6 +304,21 @@ class WeightShards(GradientShards):
             for name in self.names
         }
         return {name: one[WEIGHT] for name, one in found.items() if one}
+
+
+def _of_pieces(make: MakeOptimizer) -> MakeOptimizer:
+    """An optimizer of pieces of parameters."""
+
+    def made(pieces: list[Any]) -> torch.optim.Optimizer:
+        try:
+            return make(pieces)
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                "replicas that divide their state need an optimizer that treats every number "
+                f"alone, which sees parts of parameters as rows of numbers: {error}"
+            ) from error
+
+    return made
 
 
 def _first_uses(layers: Sequence[set[int]]) -> Iterator[set[int]]:

@@ -1,12 +1,13 @@
 """The weights of one stage on one rank: their versions, their gradient, their optimizer."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stagewright.executor.capture.twins import twin
 from stagewright.executor.training.stages.gradients import (
@@ -16,16 +17,13 @@ from stagewright.executor.training.stages.gradients import (
 )
 from stagewright.executor.training.stages.learning_rates import (
     LearningRates,
+    MakeOptimizer,
     MakeSchedule,
     ParameterGroups,
-    grouped,
-    require_arguments,
+    optimizer_of,
 )
 
 _BUCKET_BYTES = 25_000_000  # of an all-reduce, as in torch's own data parallelism
-
-# Of parameters, or where there are groups, of mappings as torch.optim takes them.
-MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
 
 
 class Weights:
@@ -75,8 +73,7 @@ class Weights:
         self.optimizer = None
         stepped = self.stepped()
         if stepped:
-            self.optimizer = make_optimizer(grouped([*stepped], [*stepped.values()], groups))
-            require_arguments(self.optimizer, groups)
+            self.optimizer = optimizer_of(make_optimizer, stepped, groups)
         self.rates = None
         if self.optimizer is not None and schedule is not None:
             self.rates = LearningRates(self.optimizer, schedule, updates)
@@ -162,19 +159,19 @@ class Weights:
         """Bytes that the optimizer keeps, without single numbers such as those of steps."""
         kept = self.optimizer.state.values() if self.optimizer else ()
         every = (one for state in kept for one in state.values() if isinstance(one, Tensor))
-        return sum(one.nbytes for one in every if one.dim())
+        return sum(_bytes(one) for one in every if one.dim())
 
-    def update(self, factor: float | Tensor = 1.0) -> None:
+    def update(self, factor: float | Tensor | None = 1.0) -> None:
         """Step the optimizer, once the gradients are there, by ``factor`` times them.
 
-        The new version is the newest.
+        The new version is the newest; without a factor it has the weights of the one before.
         """
         self.wait()
         self._reductions.clear()
         if self._watched:
             self._norms = self._norms_of(self._watched)
             self._watched = ()
-        if isinstance(factor, Tensor) or factor != 1.0:
+        if factor is not None and (isinstance(factor, Tensor) or factor != 1.0):
             self._reduced.scale(factor)
         if self._stash is None:
             parameters = self.held.pop(self.newest)
@@ -184,7 +181,7 @@ class Weights:
         self.newest += 1
         self.held[self.newest] = parameters
         self._reduced.hand_over(parameters)
-        if self.optimizer is not None:
+        if self.optimizer is not None and factor is not None:
             self.optimizer.step()
         if self.rates is not None:
             self.rates.updated()
@@ -327,6 +324,13 @@ class TiedSums:
 def _tensors(kept: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors of an optimizer's state of a parameter, without entries not used yet."""
     return {key: torch.as_tensor(one) for key, one in kept.items() if one is not None}
+
+
+def _bytes(one: Tensor) -> int:
+    """Bytes in memory, also of a tensor that is made of others, such as one in 8 bits."""
+    if not is_traceable_wrapper_subclass(one):
+        return one.nbytes
+    return sum(_bytes(getattr(one, name)) for name in one.__tensor_flatten__()[0])
 
 
 def _places(

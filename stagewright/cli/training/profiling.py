@@ -9,7 +9,7 @@ from pydantic import Field
 from stagewright.cli.commands import CommandOptions, command
 from stagewright.cli.console import terminal
 from stagewright.cli.documents.inputs import hand_out
-from stagewright.cli.options import Clipped, Modelled, Repeated, Written, read_sizes
+from stagewright.cli.options import Modelled, Repeated, Updated, Written, read_sizes
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import parse_bytes
 from stagewright.service.options import Option
@@ -24,7 +24,7 @@ class MeasuredOptions(CommandOptions):
     """Kind of device, as in cluster files; default: the device's name."""
 
 
-class ProfileOptions(MeasuredOptions, Modelled, Clipped, Repeated, Written):
+class ProfileOptions(MeasuredOptions, Modelled, Updated, Repeated, Written):
     """What ``profile`` is asked."""
 
     data: Annotated[str, Option(form="PACKAGE:FACTORY")]
@@ -36,8 +36,8 @@ class ProfileOptions(MeasuredOptions, Modelled, Clipped, Repeated, Written):
     """Where to measure."""
     threads: Annotated[int, Field(ge=1)] = 1
     """Threads that compute on a CPU."""
-    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
-    """Compute type; bfloat16 is autocast of float32 parameters."""
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
+    """Compute type; bfloat16 and float16 are autocast of float32 parameters."""
     ranks: Annotated[int | None, Field(ge=2)] = None
     """Local processes that measure at once, as many as will train on this machine: they share its
     memory and caches. Their mean is written."""
@@ -51,7 +51,8 @@ class ProfileOptions(MeasuredOptions, Modelled, Clipped, Repeated, Written):
 
 @command(
     headings={
-        "How it is measured": "threads dtype ranks tensor repetitions clip_norm no_self_check"
+        "How it is measured": "threads dtype ranks tensor repetitions parameter_group clip_norm"
+        " no_self_check"
     }
 )
 def profile(given: ProfileOptions) -> int:
@@ -68,12 +69,12 @@ def profile(given: ProfileOptions) -> int:
     require_torch()
     import torch
 
-    from stagewright.cli.factories import load_factory, parse_optimizer
+    from stagewright.cli.factories import load_factory, parse_groups, parse_optimizer
     from stagewright.executor.measuring.links import MeasuringMachine
     from stagewright.executor.measuring.profiling import first_batch
     from stagewright.executor.measuring.whole_models import Profiled, mean_of_ranks
     from stagewright.executor.training.data.passes import pair
-    from stagewright.executor.training.losses import loss_of_run
+    from stagewright.executor.training.losses import MIXED, loss_of_run
 
     if given.on == "cuda" and not torch.cuda.is_available():
         raise InputError("--on cuda: torch finds no GPU here")
@@ -88,11 +89,12 @@ def profile(given: ProfileOptions) -> int:
             with LocalRanks(ranks, main) as started:
                 return started.run()
     computed = getattr(torch, given.dtype)
-    own = torch.float32 if computed == torch.bfloat16 else computed  # as the executor does
+    own = torch.float32 if computed in MIXED else computed  # as the executor does
     batch = first_batch(load_factory(given.data, "--data")(), keywords=True)
     of_outputs, takes_loss = loss_of_run(
         None if given.loss is None else load_factory(given.loss, "--loss"), batch
     )
+    stepping = parse_optimizer(given.optimizer)
     profiled = Profiled(
         make=load_factory(given.module, "--module"),
         name=given.module.rpartition(":")[2],
@@ -100,7 +102,8 @@ def profile(given: ProfileOptions) -> int:
         sizes=sizes,
         loss=of_outputs,
         takes_loss=takes_loss,
-        optimizer=parse_optimizer(given.optimizer),
+        optimizer=stepping,
+        groups=parse_groups(given.parameter_group, stepping),
         clips=given.clip_norm is not None,
         rounds=given.repetitions,
         machine=MeasuringMachine(torch.device(given.on), given.threads, _kind(given.device)),

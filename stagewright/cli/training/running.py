@@ -14,7 +14,7 @@ from pydantic import Field
 from stagewright.cli.commands import command
 from stagewright.cli.console import print_answer, say, tell_invalid
 from stagewright.cli.factories import parse_groups, parse_optimizer, parse_schedule
-from stagewright.cli.options import Clipped, Modelled, Printed, Seeded
+from stagewright.cli.options import Modelled, Printed, Seeded, Updated
 from stagewright.cli.outputs import Writes, is_document, require_folder
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.documents.units import format_bytes, format_seconds
@@ -33,7 +33,7 @@ _PROGRESS_SECONDS = 0.5  # minimum time between two lines of progress on a termi
 QUIET_SECONDS = 5.0  # and where stderr is a file
 
 
-class RunOptions(Modelled, Clipped, Seeded, Printed):
+class RunOptions(Modelled, Updated, Seeded, Printed):
     """What ``run`` is asked."""
 
     plan: Annotated[Path, Option("PLAN")]
@@ -53,11 +53,11 @@ class RunOptions(Modelled, Clipped, Seeded, Printed):
         Path | None, Option(form="FILE"), Writes(".pt", ".pth", ".bin", ".ckpt", ".safetensors")
     ] = None
     """Write the trained state dict: .safetensors, or a pickle."""
+    save_model: Annotated[Path | None, Option(form="DIR"), Writes(several=True)] = None
+    """Write a new folder for other frameworks: a Hugging Face model for from_pretrained and
+    torchtitan, another module as torch.distributed.checkpoint under its names."""
     trace: Annotated[Path | None, Option(form="FILE"), Writes(".json")] = None
     """Write a trace of the run."""
-    parameter_group: Annotated[list[str] | None, Option(form="REGEX:KEY=VALUE,...")] = None
-    """Other arguments of the optimizer for parameters with a matching name, e.g.
-    'norm|bias:weight_decay=0'; repeatable, the first match counts."""
     lr_schedule: Annotated[str | None, Option(form="KIND[:KEY=VALUE,...]")] = None
     """Learning rates by step: constant, linear or cosine, e.g. cosine:warmup=100,min=0.1; min is a
     fraction of the learning rate, total is --steps."""
@@ -68,9 +68,9 @@ class RunOptions(Modelled, Clipped, Seeded, Printed):
     every rank; their mean loss is that of the model in evaluation."""
     evaluate_every: Annotated[int | None, Field(ge=1)] = None
     """Steps between evaluations; there is one at the end."""
-    dtype: Literal["float64", "float32", "bfloat16"] | None = None
-    """Type of a pipeline's computations; bfloat16 is autocast of float32 parameters. Default:
-    float32."""
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = None
+    """Type of a pipeline's computations; bfloat16 and float16 are autocast of float32 parameters,
+    float16 with a scaled loss. Default: float32."""
     load_parameters: Annotated[Path | None, Option(form="PATH")] = None
     """Begin with the weights of a .safetensors file, an index of several, or a folder; a rank reads
     those of its stages."""
@@ -98,8 +98,8 @@ class RunOptions(Modelled, Clipped, Seeded, Printed):
     headings={
         "The update": "parameter_group lr_schedule accumulate clip_norm",
         "Evaluation": "evaluate evaluate_every",
-        "Parameters and checkpoints": "load_parameters save_parameters checkpoint checkpoint_every"
-        " resume",
+        "Parameters and checkpoints": "load_parameters save_parameters save_model checkpoint"
+        " checkpoint_every resume",
         "How it runs": "dtype graph compile timeout seed tensorboard no_self_check",
     }
 )
@@ -179,6 +179,7 @@ def _task(plan: "AnyPlan", given: RunOptions) -> "Task":
         evaluate_every=given.evaluate_every or given.steps,
         resume=given.resume,
         parameters=given.save_parameters,
+        model_folder=given.save_model,
         trace=given.trace,
         graph=given.graph,
         compile=given.compile,
@@ -281,5 +282,14 @@ def _print_summary(
         f"{task.steps} steps on {world_size} rank{'s' if world_size > 1 else ''}, loss "
         f"{history.losses[-1]:.6g}, {format_seconds(median(history.seconds))} per step"
         + ("" if evaluated is None else f", evaluation loss {evaluated:.6g}"),
-        *(f"{path} is written" for path in (task.parameters, task.trace) if path is not None),
+        *(
+            [f"updates left out, as gradients of the scaled loss were infinite: {left_out}"]
+            if (left_out := history.updates_left_out)
+            else []
+        ),
+        *(
+            f"{path} is written"
+            for path in (task.parameters, task.model_folder, task.trace)
+            if path is not None
+        ),
     )
