@@ -38,6 +38,7 @@ class LayeredModel:
     inputs, in Python, under which the layers are the model; see `require_sizes`. ``again`` captures
     it for inputs of other shapes. ``plans`` say how a group of devices divides it. ``evaluation``
     is the model as it is in evaluation, with the same blocks and tensors, if that was asked for.
+    ``notes`` say in lines how the model was captured, and what the layers leave out.
     """
 
     layers: tuple[CapturedLayer, ...]
@@ -48,6 +49,7 @@ class LayeredModel:
     again: "Callable[[Sequence[tuple[int, ...]]], LayeredModel] | None" = None
     plans: tuple[TensorPlan, ...] = ()
     evaluation: "LayeredModel | None" = None
+    notes: tuple[str, ...] = ()
 
     def result(self, values: tuple[Tensor, ...]) -> Any:
         """The model's result, which the loss is given, made of the last layer's tensors."""

@@ -5,6 +5,7 @@ code of a model that asks for something which differs while it is captured.
 """
 
 import gc
+import re
 from collections.abc import Callable, Iterator
 from functools import _lru_cache_wrapper, lru_cache
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the executor needs torch")
 
+from library_kinds import KINDS  # noqa: E402
 from torch import Tensor, fx, nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
@@ -262,6 +264,25 @@ def fakes_in_caches() -> Iterator[FakeTensor]:
 def _within(value: Any) -> list[Any]:
     plain = isinstance(value, dict | list | tuple) or type(value).__name__ == "_lru_list_elem"
     return gc.get_referents(value) if plain else []
+
+
+SAID = {
+    "loss last": "captured by torch.export: its inputs are not tensors by position alone",
+    "checks": "not checked: .*targets.max.* not checked: .*numel.* not checked: .*distribution.py",
+    "decides": r"'blocks.0' is a single layer: .*library_kinds.py:\d+ \(x = .* if x.sum\(\) > 0",
+    "structures": "torch.export: traced by torch.fx, layer 'patches' hands on a dict",
+    "compiled": "captured by torch.fx, for inputs of any size",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_libraries_do(kind: str) -> None:
+    (batch,) = KINDS[kind].batches(SAMPLES, 1)
+    takes_loss = isinstance(batch, dict)
+    given: Batch = (batch, ()) if isinstance(batch, dict) else batch
+    layered = captured(KINDS[kind].make, given, takes_loss=takes_loss)
+    compare(KINDS[kind].make, layered, given, takes_loss=takes_loss)
+    assert re.search(SAID.get(kind, ""), " ".join(layered.notes))
 
 
 class Heads(NamedTuple):
