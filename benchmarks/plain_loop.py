@@ -53,8 +53,11 @@ def loop(
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
     """The loss of a whole batch."""
     if isinstance(batch, Mapping):
-        found: Tensor = model(**batch).loss
-        return found
+        result = model(**batch)
+        if isinstance(result, tuple):  # of the logits and the loss
+            result = {"loss": result[1]}
+        loss: Tensor = result["loss"]
+        return loss
     inputs, targets = batch
     return nn.functional.cross_entropy(model(inputs), targets)
 

@@ -196,3 +196,18 @@ def _layouts(func: Any, args: Any, kwargs: Any) -> list[Layout]:
     found: list[Layout] = [(tuple(one.shape), one.stride()) for one in tensors]
     place = _size_at(func, args)
     return found if place is None else [*found, (tuple(args[place]), None)]
+
+
+class SavedStorages:
+    """The storages that autograd saves, each once, without those of ``given`` tensors."""
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        self.given = {one.untyped_storage()._cdata for one in given}
+        self.sizes: dict[int, int] = {}
+
+    def add(self, saved: Tensor) -> Tensor:
+        """The hook that packs a saved tensor."""
+        storage = saved.untyped_storage()
+        if storage._cdata not in self.given:
+            self.sizes[storage._cdata] = storage.nbytes()
+        return saved

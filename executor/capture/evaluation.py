@@ -1,6 +1,5 @@
 """A second capture of a model, with all modules in evaluation mode."""
 
-import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +13,7 @@ from stagewright.executor.capture.exported.exporting import Example
 from stagewright.executor.capture.layers import LayeredModel
 from stagewright.executor.capture.python_state import snapshot
 from stagewright.executor.capture.tracing import capture
-from stagewright.executor.capture.twins import twin
+from stagewright.executor.capture.twins import copied, twin
 from stagewright.graphs.documents.errors import InputError
 
 
@@ -88,7 +87,7 @@ def _require_plain_modes(model: nn.Module) -> None:
         id(one): twin(one, torch.empty_like(one, device="meta"))
         for one in [*model.parameters(), *model.buffers()]
     }
-    trial = copy.deepcopy(model, dict[int, Any](memo))
+    trial = copied(model, memo)
     before = snapshot(trial)
     with _Computing() as computing:
         trial.eval()

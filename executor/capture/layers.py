@@ -39,6 +39,7 @@ class LayeredModel:
     it for inputs of other shapes; ``of`` gives the layers of another model that is captured alike,
     None where that is not known. ``plans`` say how a group of devices divides it. ``evaluation``
     is the model as it is in evaluation, with the same blocks and tensors, if that was asked for.
+    ``notes`` say in lines how the model was captured, and what the layers leave out.
     """
 
     layers: tuple[CapturedLayer, ...]
@@ -50,6 +51,7 @@ class LayeredModel:
     of: "Callable[[nn.Module], LayeredModel | None] | None" = None
     plans: tuple[TensorPlan, ...] = ()
     evaluation: "LayeredModel | None" = None
+    notes: tuple[str, ...] = ()
 
     def result(self, values: tuple[Tensor, ...]) -> Any:
         """The model's result, which the loss is given, made of the last layer's tensors."""

@@ -1,8 +1,14 @@
-"""One step of a captured model beside one of the model itself: what capture changed is refused."""
+"""Two steps of a captured model beside the model's own: what capture changed is refused.
 
-from collections.abc import Callable, Iterator, Sequence
+The model is to compute the same twice. The captured layers are computed as in a plan of a stage for
+each: a layer takes leaves, which are contiguous, as a rank receives them. The second step has other
+samples and comes after the first, so that what one forward keeps for the next is seen.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,6 +17,7 @@ from torch import Tensor, nn
 from stagewright.executor.capture.exported.exporting import loss_of
 from stagewright.executor.capture.layers import LayeredModel
 from stagewright.executor.capture.signature import Signature, taken_apart
+from stagewright.executor.training.data.batches import mapped_batch
 from stagewright.executor.training.losses import Loss, read_loss
 from stagewright.graphs.documents.errors import InputError
 
@@ -37,15 +44,16 @@ class ExampleStep:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The loss, the gradients by name, and the size of every module's result in order of calls."""
+    """The loss, gradients and new buffers by name, and sizes of all modules' results in order."""
 
     loss: float
     gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
     results: list[tuple[str, float]]
 
 
 def require_same_step(plain: nn.Module, captured: LayeredModel, step: ExampleStep) -> None:
-    """Refuse a captured model whose loss or gradients are not those of the model itself.
+    """Refuse a captured model whose losses or gradients are not those of the model itself.
 
     ``plain`` has the same parameters and modes as ``captured``, which is of another copy; both may
     draw random numbers.
@@ -55,53 +63,134 @@ def require_same_step(plain: nn.Module, captured: LayeredModel, step: ExampleSte
     InputError
         Naming the first layer that differs.
     """
-    arguments, keywords = step.signature.arguments(step.inputs)
-
-    def of_model() -> Any:
-        result = plain(*arguments, **keywords)
-        return loss_of(result, type(plain).__name__) if step.takes_loss else result
-
-    def of_layers() -> Any:
-        values = step.inputs
-        for layer in captured.layers:
-            values = layer.module(*values)
-        return captured.result(values)
-
-    expected = _seen(of_model, [plain], step)
-    found = _seen(of_layers, [layer.module for layer in captured.layers], step)
+    name = type(plain).__name__
+    modules = [layer.module for layer in captured.layers]
     share = TOLERANCES.get(step.autocast or _dtype(plain), 1e-4)
-    what = _difference(expected, found, share)
-    if what is None:
-        return
-    again = _seen(of_model, [plain], step)
-    if _difference(expected, again, share) is not None:  # the model is not the same twice
-        return
-    raise InputError(
-        f"the captured model is not {type(plain).__name__}: {what}"
-        f"{_first(expected, found, share)}; its forward asks for what is different while it is "
-        "captured: put that into a block, pass a list of modules, or trust the capture with "
-        "--no-self-check"
+    before = [one.clone() for one in plain.buffers()]
+    once = _seen(_model_step(plain, step), [plain], step)
+    after = [one.clone() for one in plain.buffers()]
+    _set_buffers(plain, before)
+    if _difference(once, _seen(_model_step(plain, step), [plain], step, once.gradients), share):
+        raise InputError(
+            f"{name} computes something else the second time, of the same samples and buffers: it "
+            "depends on a counter, a clock, its gradients, or numbers that torch does not draw; "
+            "keep its state in buffers, or trust the capture with --no-self-check"
+        )
+    _set_buffers(plain, after)
+    for one in (step, _other_samples(step)):
+        expected = once if one is step else _seen(_model_step(plain, one), [plain], one)
+        found = _seen(_layers_step(captured, one), modules, one)
+        if what := _difference(expected, found, share):
+            raise InputError(
+                f"the captured model is not {name}: {what}{_first(expected, found, share)}; its "
+                "forward asks for what is different while it is captured: put that into a block, "
+                "pass a list of modules, or trust the capture with --no-self-check"
+            )
+
+
+def _other_samples(step: ExampleStep) -> ExampleStep:
+    """The same samples in another order, as a part of a larger mini-batch."""
+
+    def turned(one: Tensor) -> Tensor:
+        return torch.cat([one, one.roll(1, 0)])[len(one) :] if one.dim() else one
+
+    return replace(
+        step,
+        inputs=tuple(map(turned, step.inputs)),
+        targets=mapped_batch(step.targets, turned),
     )
 
 
-def _seen(compute: Callable[[], Any], modules: Sequence[nn.Module], step: ExampleStep) -> _Seen:
+def _set_buffers(module: nn.Module, buffers: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for one, value in zip(module.buffers(), buffers, strict=True):
+            one.copy_(value)
+
+
+Compute = Callable[[], float]
+
+
+def _model_step(model: nn.Module, step: ExampleStep) -> Compute:
+    """The forward and backward of the model as its author calls it; gives the loss."""
+    arguments, keywords = step.signature.arguments(step.inputs)
+
+    def compute() -> float:
+        with _cast(step):
+            result = model(*arguments, **keywords)
+            output = loss_of(result, type(model).__name__) if step.takes_loss else result
+            return _backward(step.loss(output, step.targets))
+
+    return compute
+
+
+def _layers_step(captured: LayeredModel, step: ExampleStep) -> Compute:
+    """The same, layer by layer: each from leaves, and with a backward of its own."""
+
+    def compute() -> float:
+        runs: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
+        values = _leaves(step.inputs)
+        with _cast(step):
+            for layer in captured.layers:
+                outputs = layer.module(*values)
+                runs.append((values, outputs))
+                values = _leaves(outputs)
+            mean = _backward(step.loss(captured.result(values), step.targets))
+        for taken, outputs in reversed(runs):
+            pairs = [
+                (one, leaf.grad)
+                for one, leaf in zip(outputs, values, strict=True)
+                if leaf.grad is not None
+            ]
+            torch.autograd.backward([one for one, _ in pairs], [other for _, other in pairs])
+            values = taken
+        return mean
+
+    return compute
+
+
+def _leaves(values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(one.detach().contiguous().requires_grad_(one.requires_grad) for one in values)
+
+
+def _cast(step: ExampleStep) -> torch.autocast:
+    device = step.inputs[0].device.type
+    return torch.autocast(device, step.autocast, enabled=step.autocast is not None)
+
+
+def _backward(result: Any) -> float:
+    """The mean loss, of which the gradients of the sum are added."""
+    total, count = read_loss(result)
+    total.backward()
+    return float((total if count is None else total / count).detach())
+
+
+def _seen(
+    compute: Compute,
+    modules: Sequence[nn.Module],
+    step: ExampleStep,
+    earlier: Mapping[str, Tensor | None] = MappingProxyType({}),
+) -> _Seen:
+    """What ``compute`` gives, where the parameters already have the gradients ``earlier``."""
     device = step.inputs[0].device
     parameters = {
         name: one
         for module in modules
         for name, one in module.named_parameters(remove_duplicate=False)
     }
+    for name, value in earlier.items():
+        parameters[name].grad = None if value is None else value.clone()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(SEED)
         with _watched(modules) as results:
-            with torch.autocast(device.type, step.autocast, enabled=step.autocast is not None):
-                total, count = read_loss(step.loss(compute(), step.targets))
-            wanted = {id(one): one for one in parameters.values() if one.requires_grad}
-            made = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
-    of = dict(zip(wanted, made, strict=True))
-    gradients = {name: of.get(id(one)) for name, one in parameters.items()}
-    mean = total if count is None else total / count
-    return _Seen(float(mean.detach()), gradients, results)
+            loss = compute()
+    gradients = {}
+    for name, one in parameters.items():
+        known = earlier.get(name)
+        gradients[name] = one.grad if one.grad is None or known is None else one.grad - known
+    for one in parameters.values():
+        one.grad = None
+    buffers = {name: one.clone() for module in modules for name, one in module.named_buffers()}
+    return _Seen(loss, gradients, buffers, results)
 
 
 @contextmanager
@@ -136,6 +225,10 @@ def _difference(expected: _Seen, found: _Seen, share: float) -> str | None:
         one, other = (none if g is None else g for g in (gradient, found.gradients.get(name)))
         if float((one - other).norm()) > max(least, 10 * share * float(one.norm())):
             return f"the gradient of {name!r} is another"
+    for name in expected.buffers.keys() & found.buffers.keys():
+        one, other = expected.buffers[name].double(), found.buffers[name].double()
+        if float((one - other).norm()) > 10 * share * float(one.norm()):
+            return f"the buffer {name!r} becomes another"
     return None
 
 

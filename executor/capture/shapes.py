@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.func import functional_call
 from torch.nn.utils.stateless import _reparametrize_module
 
-from stagewright.executor.capture.draws import Draw, Record
+from stagewright.executor.capture.draws import Draw, Record, SavedStorages
 from stagewright.executor.capture.layers import CapturedLayer
 from stagewright.executor.capture.places import place_of
 from stagewright.executor.capture.python_state import attributes_kept, require_stateless, snapshot
@@ -26,18 +26,21 @@ from stagewright.graphs.documents.errors import InputError
 
 SCALE = 0.02  # of random numbers, as of common initialisations
 Sizes = Callable[[Any], int]
+_T = TypeVar("_T")
 
 
 def in_example(size: Any) -> int:
-    """A size that may vary, in the example."""
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+    """A size that may vary, in the example; 0 if it depends on values."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    return int(size.node.hint) if size.node.has_hint() else 0
 
 
 def elsewhere(given: Iterable[Any]) -> Sizes:
     """Distinct sizes, larger than the example's, for the ``given`` sizes that vary."""
     varying = [size.node for size in given if isinstance(size, torch.SymInt)]
     symbols = sorted({one for node in varying for one in node.expr.free_symbols}, key=str)
-    least = 1 + max((int(node.hint) for node in varying), default=0)
+    least = 1 + max((in_example(torch.SymInt(node)) for node in varying), default=0)
     other = {symbol: least + place for place, symbol in enumerate(symbols)}
 
     def sized(size: Any) -> int:
@@ -141,36 +144,73 @@ def propagate(
     whose behaviour would change in a pipeline: it keeps Python state, or changes buffers in its
     backward.
     """
-    chain = nn.ModuleList(layer.module for layer in layers)
+    return _without_data(
+        layers, device, None, lambda: _there_and_back(layers, inputs, device, autocast)
+    )
 
+
+def require_tensors(
+    layers: Sequence[CapturedLayer],
+    inputs: Sequence[Value],
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> None:
+    """Refuse layers, with parameters of type ``dtype``, that hand on something else than tensors.
+
+    What comes after a layer that fails on tensors without data is left to `propagate`.
+    """
+
+    def forward() -> None:
+        values = tuple(_fake(one, device) for one in inputs)
+        for layer in layers:
+            try:
+                values = layer.module(*values)
+            except Exception:  # of the layer's code, of any kind
+                return
+            other = [type(one).__name__ for one in values if not isinstance(one, Tensor)]
+            if other:
+                raise InputError(f"layer {layer.name!r} hands on a {other[0]}")
+
+    with torch.no_grad():
+        _without_data(layers, device, dtype, forward)
+
+
+def _without_data(
+    layers: Sequence[CapturedLayer],
+    device: torch.device,
+    dtype: torch.dtype | None,
+    work: Callable[[], _T],
+) -> _T:
+    """The result of ``work``, during which the tensors of ``layers`` have no data."""
+    chain = nn.ModuleList(layer.module for layer in layers)
     # A tensor that a module keeps without registering it is not a fake one.
     with _quiet(), attributes_kept(chain), FakeTensorMode(allow_non_fake_inputs=True):
-        inside = _Inside(chain, lambda: _there_and_back(layers, inputs, device, autocast))
-        state = {f"chain.{name}": one for name, one in _fakes(chain, device).items()}
-        traces: tuple[LayerTrace, ...] = functional_call(inside, state, (), tie_weights=False)
-    return traces
+        state = {f"chain.{name}": one for name, one in _fakes(chain, device, dtype).items()}
+        found: _T = functional_call(_Inside(chain, work), state, (), tie_weights=False)
+    return found
 
 
 class _Inside(nn.Module):
     """Does ``work`` while the tensors of ``chain`` are replaced: a backward may read them again."""
 
-    def __init__(self, chain: nn.Module, work: Callable[[], tuple["LayerTrace", ...]]) -> None:
+    def __init__(self, chain: nn.Module, work: Callable[[], Any]) -> None:
         super().__init__()
         self.chain, self.work = chain, work
 
-    def forward(self) -> tuple["LayerTrace", ...]:
+    def forward(self) -> Any:
         return self.work()
 
 
-def _fakes(chain: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """A tensor without data for every parameter and buffer."""
+def _fakes(chain: nn.Module, device: torch.device, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """A tensor without data, of ``dtype`` if it is given, for every parameter and buffer."""
     made: dict[int, Tensor] = {}
     found = {}
     for path, module in chain.named_modules():
         for registered in (module._parameters, module._buffers):
             for name, one in registered.items():
                 if one is not None:
-                    value = Value(tuple(one.shape), one.dtype, one.requires_grad)
+                    kind = dtype if dtype and one.is_floating_point() else one.dtype
+                    value = Value(tuple(one.shape), kind, one.requires_grad)
                     found[f"{path}.{name}"] = made.setdefault(id(one), _fake(value, device))
     return found
 
@@ -356,18 +396,3 @@ def _run_back(layer: CapturedLayer, run: _LayerRun, gradients: Sequence[Tensor |
 def _fake(value: Value, device: torch.device) -> Tensor:
     made = torch.empty(value.shape, dtype=value.dtype, device=device)
     return made.requires_grad_() if value.gradient else made
-
-
-class SavedStorages:
-    """The storages that autograd saves, each once, without those of ``given`` tensors."""
-
-    def __init__(self, given: Sequence[Tensor]) -> None:
-        self.given = {one.untyped_storage()._cdata for one in given}
-        self.sizes: dict[int, int] = {}
-
-    def add(self, saved: Tensor) -> Tensor:
-        """The hook that packs a saved tensor."""
-        storage = saved.untyped_storage()
-        if storage._cdata not in self.given:
-            self.sizes[storage._cdata] = storage.nbytes()
-        return saved

@@ -10,32 +10,36 @@ module that holds blocks are descended into; blocks are modules other than torch
 ModuleList, ModuleDict or Sequential.
 """
 
-import dis
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
 from stagewright.executor.capture.cutting import cut_graph
+from stagewright.executor.capture.exported.blocks import CONTAINERS, holds_closed_blocks
 from stagewright.executor.capture.exported.conversion import Exported
-from stagewright.executor.capture.exported.exporting import Example, export, holds_closed_blocks
+from stagewright.executor.capture.exported.exporting import Example, export
 from stagewright.executor.capture.layers import CapturedLayer, LayeredModel, Listed
+from stagewright.executor.capture.places import passing
+from stagewright.executor.capture.plain_modules import (
+    first_step,
+    is_in_place,
+    made_plain,
+    require_plain_tensors,
+)
 from stagewright.executor.capture.python_state import attributes_kept, described, snapshot
+from stagewright.executor.capture.shapes import require_tensors, values_of
 from stagewright.executor.capture.tensor_plans import plans_in
 from stagewright.graphs.documents.errors import InputError
 
 _CONSTANT = "_tensor_constant"  # what torch.fx calls a tensor without a name
 CURE = "pass a list of modules, one per layer"
 _CALL = nn.Module.__call__  # torch.fx replaces it while it traces
-CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # Functions that make tensors from sizes; torch.fx sees only calls with a tensor.
 _MAKERS = (
     *("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn"),
@@ -144,12 +148,12 @@ class _Tracer(fx.Tracer):
         return super().create_node(kind, *args, **kwargs)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """An assertion counts as true; every other decision over a value is refused."""
+        """A check counts as passed; every other decision over a value is refused."""
         asker = inspect.currentframe()
         for _ in range(2):  # Proxy.__bool__, and its caller
             asker = asker.f_back if asker else None
-        passing = _that_passes(asker) if asker else None
-        return super().to_bool(obj) if passing is None else passing
+        passed = passing(asker) if asker else None
+        return super().to_bool(obj) if passed is None else passed
 
 
 def _called(module: nn.Module, *inputs: Any) -> Any:
@@ -189,25 +193,6 @@ def _modes() -> tuple[bool, ...]:
     return (torch.is_grad_enabled(), *autocast)
 
 
-def _that_passes(frame: FrameType) -> bool | None:
-    """The truth value with which the assertion at ``frame`` passes; None without an assertion."""
-    instructions = list(dis.get_instructions(frame.f_code))
-    rest = [one for one in instructions if one.offset >= frame.f_lasti and one.opname != "CACHE"]
-    if rest[0].opname in ("TO_BOOL", "COMPARE_OP"):  # which come before the jump since 3.13
-        rest = rest[1:]
-    jump, following = rest[:2]
-    if "JUMP" not in jump.opname:
-        return None
-    target = next((one for one in instructions if one.offset == jump.argval), None)
-    if _raises_assertion(following):
-        return "IF_TRUE" in jump.opname
-    return "IF_FALSE" in jump.opname if target and _raises_assertion(target) else None
-
-
-def _raises_assertion(instruction: dis.Instruction) -> bool:
-    return "ASSERTION_ERROR" in instruction.opname or "AssertionError" in instruction.argrepr
-
-
 @contextmanager
 def _makers_recorded(tracer: fx.Tracer) -> Iterator[None]:
     """While the body runs, tensors made from sizes become nodes instead of constants."""
@@ -245,20 +230,6 @@ def replace_in_place(model: nn.Module, graph: fx.Graph) -> None:
         module.inplace = False
 
 
-def first_step(module: nn.Module) -> Any:
-    """``module``, or the first module of a sequence, which is given the input."""
-    while isinstance(module, nn.Sequential) and len(module):
-        if type(module).forward is not nn.Sequential.forward:
-            break
-        module = module[0]
-    return module
-
-
-def is_in_place(module: nn.Module) -> bool:
-    """Whether a module changes its input."""
-    return getattr(module, "inplace", False) is True
-
-
 def capture(
     model: nn.Module | Sequence[nn.Module],
     example: Example | None = None,
@@ -274,6 +245,7 @@ def capture(
     its path of execution depends on data, or if the layers would differ from it: it keeps Python
     state, or has hooks that would not be called.
     """
+    model = made_plain(model)
     if isinstance(model, list | tuple | nn.ModuleList):
         found = _capture_list(list(model))
         plans = plans_in(nn.ModuleList(model))
@@ -290,28 +262,34 @@ def capture(
 
 def _for_example(model: nn.Module, example: Example) -> LayeredModel:
     """The model traced or exported, the better way first; only a traced model takes any size."""
-    if not example.signature.is_positional or example.takes_loss:
-        return _exported(model, example)
-    ways = [lambda: _traced(model), lambda: _exported(model, example)]
+    if not example.signature.is_positional:
+        return _exported(model, example, "its inputs are not tensors by position alone")
+    if example.takes_loss:
+        return _exported(model, example, "it computes its loss")
     if holds_closed_blocks(model):
-        ways.reverse()
+        with suppress(InputError):
+            return _exported(model, example, "blocks are within a module of torch's own")
+        return _traced(model)
     try:
-        return ways[0]()
-    except InputError:
-        return ways[1]()
+        found = _traced(model)
+        values = values_of(example.tensors, len(example.tensors[0]))
+        require_tensors(found.layers, values, example.device, example.dtype)
+    except InputError as error:
+        return _exported(model, example, f"traced by torch.fx, {error}".removesuffix(f"; {CURE}"))
+    return found
 
 
 def _traced(model: nn.Module) -> LayeredModel:
     graph = trace_twice(model)
     replace_in_place(model, graph)
-    return cut_graph(model, graph)
+    return replace(cut_graph(model, graph), notes=("captured by torch.fx, for inputs of any size",))
 
 
-def _exported(model: nn.Module, example: Example) -> LayeredModel:
-    return _cut(model, example, export(model, example))
+def _exported(model: nn.Module, example: Example, reason: str) -> LayeredModel:
+    return _cut(model, example, export(model, example), reason)
 
 
-def _cut(model: nn.Module, example: Example, found: Exported) -> LayeredModel:
+def _cut(model: nn.Module, example: Example, found: Exported, reason: str) -> LayeredModel:
     """The layers of a model by its exported graph, or by that of a model like it."""
     layers = cut_graph(model, found.graph, found.attributes, found.output)
     known = _plain_state(model)
@@ -319,13 +297,14 @@ def _cut(model: nn.Module, example: Example, found: Exported) -> LayeredModel:
     def again(shapes: Sequence[tuple[int, ...]]) -> LayeredModel:
         pairs = zip(shapes, example.tensors, strict=True)
         tensors = tuple(torch.empty(shape, dtype=one.dtype, device="meta") for shape, one in pairs)
-        return _exported(model, replace(example, tensors=tensors))
+        return _exported(model, replace(example, tensors=tensors), reason)
 
     def of(other: nn.Module) -> LayeredModel | None:
-        return _cut(other, example, found) if _plain_state(other) == known else None
+        return _cut(other, example, found, reason) if _plain_state(other) == known else None
 
     return replace(
         layers,
+        notes=(f"captured by torch.export: {reason}", *found.notes),
         signature=example.signature,
         guards=found.guards,
         again=again,
@@ -360,27 +339,6 @@ def _capture_list(modules: list[nn.Module]) -> LayeredModel:
     layers = [CapturedLayer(str(i), Listed(i, module)) for i, module in enumerate(modules)]
     inputs = inputs_of(modules[0])
     return LayeredModel(tuple(layers), max(1, len(inputs)), output=None)
-
-
-def require_plain_tensors(model: nn.Module, prefix: str = "") -> None:
-    """Refuse parameters whose properties their copies would not have."""
-    for name, one in model.named_parameters():
-        if isinstance(one, DTensor):
-            raise InputError(
-                f"parameter {prefix + name!r} is a DTensor, as parallelize_module, fully_shard or "
-                "a device mesh of transformers make it: give the plain module, which the plan "
-                "divides itself (a stage's tensor degree, by its tp_plan)"
-            )
-        if is_lazy(one):
-            raise InputError(
-                f"parameter {prefix + name!r} has no shape yet; call the model once before"
-            )
-        if one._post_accumulate_grad_hooks:
-            raise InputError(
-                f"parameter {prefix + name!r} has a hook that runs after its gradient is "
-                "accumulated; gradients are summed up over microbatches and devices first: remove "
-                "the hook"
-            )
 
 
 def _require_no_backward_hooks(model: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """Tensors in the place of others, with the Python attributes of a parameter."""
 
 import copy
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar, cast
@@ -38,6 +38,7 @@ def shared(make: Make) -> Make:
     return made
 
 
+Modules = TypeVar("Modules", bound=nn.Module | list[nn.Module] | tuple[nn.Module, ...])
 T = TypeVar("T", bound=Tensor)
 
 
@@ -63,4 +64,20 @@ def twins(modules: list[nn.Module], shared: Collection[int]) -> list[nn.Module]:
         id(one): twin(one, one.detach().clone()) if id(one) in shared else one
         for one in [*whole.parameters(), *whole.buffers()]
     }
-    return copy.deepcopy(modules, dict[int, Any](memo))
+    return copied(modules, memo)
+
+
+def copied(model: Modules, known: Mapping[int, Any]) -> Modules:
+    """A copy of a module or a list of them, with what is ``known`` in place of objects, by id.
+
+    Tensors that a forward has computed and left in attributes, as that of the old
+    ``torch.nn.utils.weight_norm`` does, are copied without their graph.
+    """
+    parts = model.modules() if isinstance(model, nn.Module) else nn.ModuleList(model).modules()
+    computed = {
+        id(one): one.detach()
+        for part in parts
+        for one in vars(part).values()
+        if isinstance(one, Tensor) and not one.is_leaf
+    }
+    return copy.deepcopy(model, {**computed, **known})

@@ -20,7 +20,6 @@ layers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
@@ -31,14 +30,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stagewright.executor.capture.draws import SavedStorages
 from stagewright.executor.capture.layers import LayeredModel
 from stagewright.executor.capture.loss_graph import (
     backward_nodes,
     require_from_outputs,
     require_no_parameters,
 )
-from stagewright.executor.capture.shapes import SavedStorages, propagate, values_of
-from stagewright.executor.capture.twins import made_once
+from stagewright.executor.capture.shapes import propagate, values_of
+from stagewright.executor.capture.twins import copied, made_once
 from stagewright.executor.measuring.links import MeasuringMachine, Seconds, threads
 from stagewright.executor.training.data.batches import (
     mapped_batch,
@@ -291,7 +291,7 @@ def _measure_updates(
     seconds, state = [], 0
     for layer in model.layers:
         try:
-            weights = _weights(deepcopy(layer.module), optimizer, groups)
+            weights = _weights(copied(layer.module, {}), optimizer, groups)
             seconds.append(times(weights) if weights.names else 0.0)
         except InputError:
             raise

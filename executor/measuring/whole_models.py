@@ -9,6 +9,7 @@ is measured: other work of the machine is in it.
 """
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +21,7 @@ from torch import nn
 
 from stagewright.executor.capture.exported.exporting import Example
 from stagewright.executor.capture.layers import LayeredModel
+from stagewright.executor.capture.plain_modules import made_plain
 from stagewright.executor.capture.self_check import ExampleStep, require_same_step
 from stagewright.executor.capture.shapes import Value, propagate, values_of
 from stagewright.executor.capture.tracing import capture
@@ -37,7 +39,7 @@ from stagewright.executor.training.sharding.parallel_layers import TensorGroup
 from stagewright.executor.training.sharding.sharding import shard_layers
 from stagewright.executor.training.stages.initialise import Model
 from stagewright.executor.training.stages.learning_rates import MakeOptimizer, ParameterGroups
-from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.errors import InputError, Notice
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 
 
@@ -194,7 +196,7 @@ def captured_by_size(
 def _made(make: Callable[[], Model], device: torch.device, dtype: torch.dtype) -> Model:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        made = make()
+        made: Model = made_plain(make())
     for module in [made] if isinstance(made, nn.Module) else made:
         module.to(device=device, dtype=dtype)
     return made
@@ -263,6 +265,8 @@ class Profiled:
         """The costs of whole layers."""
         on_progress("making the model")
         captured = self._captured()
+        for note in captured[max(captured)].notes:
+            warnings.warn(note, Notice, stacklevel=2)
         if self.is_checked:
             on_progress("comparing a step with the model's own")
             self._check(captured, min(captured))

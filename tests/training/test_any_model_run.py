@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the executor needs torch")
 
 import training_plans as make  # noqa: E402
+from library_kinds import KINDS  # noqa: E402
 from ranks import Ranks, RanksFailed  # noqa: E402
 
 from benchmarks.any_model import layers_of  # noqa: E402
@@ -118,7 +119,7 @@ def optimizer(one: AnyModel) -> Any:
 
 def trained(_: Any, rank: int, name: str, plan: PipelinePlan) -> Any:
     """The state on rank 0, and the losses where the last stage is."""
-    one = MODELS[name]
+    one = (MODELS | KINDS)[name]
     batches = [
         (batch, ()) if isinstance(batch, dict) else batch
         for batch in one.batches(SAMPLES * MICROBATCHES, STEPS)
@@ -150,11 +151,23 @@ def require_equal(one: AnyModel, results: Any, shares: Any = ()) -> None:
     model = one.make()
     batches = list(one.batches(SAMPLES * MICROBATCHES, STEPS))
     expected = loop(model, batches, MICROBATCHES, optimizer(one), shares)
-    assert difference(results[0][0], expected.state, one.make().state_dict()) <= one.rounding
+    states = [plainly_named(state) for state in (expected.state, one.make().state_dict())]
+    assert difference(results[0][0], *states) <= one.rounding
     reported = [losses for _, losses in results if losses[0] is not None]
     assert reported
     for losses in reported:
         assert losses == pytest.approx(expected.losses, rel=1e-9)
+
+
+def plainly_named(state: dict[str, Any]) -> dict[str, Any]:
+    """The state under the names of modules that are not compiled."""
+    return {name.replace("_orig_mod.", ""): one for name, one in state.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_trains_what_libraries_do(ranks: Ranks, kind: str) -> None:
+    one = KINDS[kind]
+    require_equal(one, run(ranks, one, zero_bubble(len(layers_of(one)))))
 
 
 def in_the_encoder(replication: Any) -> PipelinePlan:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
-from stagewright.executor.capture.exported.whole_calls import OPERATOR, WholeCall
+from stagewright.executor.capture.exported.whole_calls import OPERATOR, Called, WholeCall
 from stagewright.executor.capture.layers import BETWEEN
 from stagewright.executor.capture.signature import taken_apart
 from stagewright.graphs.documents.errors import InputError
@@ -22,13 +22,15 @@ class Exported:
     """A graph over the tensors of a model's inputs, and the conditions under which it holds.
 
     ``attributes`` are modules and tensors that the graph reads and the model does not have;
-    ``output`` makes the model's result of the graph's; ``guards`` are conditions on the inputs.
+    ``output`` makes the model's result of the graph's; ``guards`` are conditions on the inputs;
+    ``notes`` say in lines what is another than in the model.
     """
 
     graph: fx.Graph
     attributes: Mapping[str, Any]
     output: Callable[[Sequence[Tensor]], Any]
     guards: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def holds_tensors(self) -> bool:
@@ -146,6 +148,8 @@ class _Conversion:
         arguments, keywords = call.arguments(
             [self._made[one] for one in tensors], [self._made.get(one, one) for one in sizes]
         )
+        if isinstance(call.module, Called):
+            self._attributes[call.name] = Called(call.module.function)
         made = self._graph.call_module(call.name, arguments, keywords)
         metas = node.meta["val"]
         if call.returned is not None and call.returned.is_tensor:

@@ -8,7 +8,6 @@ is what happens between them; when the layers run, they call the user's own modu
 import io
 import logging
 import sys
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
@@ -21,88 +20,16 @@ from torch._export import non_strict_utils
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.nn.utils.stateless import _reparametrize_module
 
+from stagewright.executor.capture.exported.blocks import innermost, leaves_of, like
 from stagewright.executor.capture.exported.conversion import CURE, Exported, converted
 from stagewright.executor.capture.exported.whole_calls import WholeCall, called_whole
-from stagewright.executor.capture.places import place_of
+from stagewright.executor.capture.places import deciding, passing, place_of, shown
 from stagewright.executor.capture.python_state import attributes_kept, described, snapshot
 from stagewright.executor.capture.signature import Signature, ValueStructure, taken_apart
 from stagewright.graphs.documents.errors import InputError
-
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
-
-def leaves_of(
-    model: nn.Module, opened: Collection[type] = (), *, outermost: bool = False
-) -> dict[str, nn.Module]:
-    """The modules with parameters that are called whole, by their names, each once.
-
-    The model itself, lists and modules that hold a list of like blocks are opened, and those of a
-    class in ``opened``. With ``outermost`` no block of a list is opened for the blocks in it.
-    """
-    return dict(_NestedWalk(opened, outermost, set()).leaves("", model))
-
-
-@dataclass(frozen=True, slots=True)
-class _NestedWalk:
-    opened: Collection[type]
-    outermost: bool
-    seen: set[int]
-
-    def leaves(
-        self, name: str, module: nn.Module, is_listed: bool = False
-    ) -> Iterator[tuple[str, nn.Module]]:
-        if id(module) in self.seen:
-            return
-        self.seen.add(id(module))
-        if name and not self._is_open(module, is_listed):
-            if next(module.parameters(), None) is not None:
-                yield name, module
-            return
-        for field, child in module.named_children():
-            listed = isinstance(module, CONTAINERS) and _is_block(child)
-            yield from self.leaves(f"{name}.{field}" if name else field, child, listed)
-
-    def _is_open(self, module: nn.Module, is_listed: bool) -> bool:
-        if isinstance(module, nn.ModuleList | nn.ModuleDict) or type(module) in self.opened:
-            return True
-        return holds_like_blocks(module) and not (self.outermost and is_listed)
-
-
-def holds_like_blocks(module: nn.Module) -> bool:
-    """Whether a list within ``module`` has two blocks or more of one class."""
-    for container in module.modules():
-        if not isinstance(container, CONTAINERS):
-            continue
-        kinds = Counter(type(child) for child in container.children() if _is_block(child))
-        if any(count > 1 for count in kinds.values()):
-            return True
-    return False
-
-
-def holds_closed_blocks(model: nn.Module) -> bool:
-    """Whether blocks are within a module of torch's own, such as its transformers.
-
-    Tracing does not look into those: their paths depend on how they are called.
-    """
-    return any(
-        _is_torchs(module) and not isinstance(module, CONTAINERS) and holds_like_blocks(module)
-        for module in model.modules()
-    )
-
-
-def _is_torchs(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.")
-
-
-def _is_block(module: nn.Module) -> bool:
-    """Whether a module is more than one of torch's own operations, such as a convolution."""
-    if isinstance(module, CONTAINERS) and _is_torchs(module):
-        return False
-    return not _is_torchs(module) or any(True for _ in module.children())
-
 
 _OPERATOR_RULE = FakeTensorMode.dispatch.__code__
 
@@ -114,12 +41,22 @@ class OperatorSizes(ShapeEnv):
     asks decides which operators there are, and is kept.
     """
 
+    passed: list[str]  # the lines of checks of values, which count as passed
+
     def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
         """The value of a condition, for the sizes of the example."""
-        if not _in_rule():
-            return super().evaluate_expr(*args, **kwargs)
-        with self.suppress_guards():
-            return super().evaluate_expr(*args, **kwargs)
+        try:
+            if not _in_rule():
+                return super().evaluate_expr(*args, **kwargs)
+            with self.suppress_guards():
+                return super().evaluate_expr(*args, **kwargs)
+        except GuardOnDataDependentSymNode:
+            frame = deciding(sys._getframe(1))
+            answer = passing(frame) if frame else None
+            if frame is None or answer is None:
+                raise
+            self.passed.append(shown(frame))
+            return answer
 
 
 def _in_rule() -> bool:
@@ -155,30 +92,37 @@ class Example:
 def export(model: nn.Module, example: Example) -> Exported:
     """The graph of ``model`` between its blocks.
 
-    Raises InputError naming the model's own line that cannot be captured, and why.
+    A module within that cannot be looked into, because its path depends on data, say, is a block,
+    and so are all of its class. Raises InputError naming the model's own line that cannot be
+    captured, and why.
     """
+    closed: dict[int, nn.Module] = {}
+    notes: list[str] = []
     with _as_in_training(model):
-        try:
-            return _with_blocks(model, example, outermost=False)
-        except InputError as error:
-            if leaves_of(model) == leaves_of(model, outermost=True):
-                raise
+        while True:
             try:
-                return _with_blocks(model, example, outermost=True)
-            except InputError:
-                raise error from None
+                found = _with_blocks(model, example, closed)
+            except InputError as error:
+                name = innermost(model, error, closed)
+                if name is None:
+                    raise
+                notes.append(f"{name!r} is a single layer: {str(error).removesuffix(f'; {CURE}')}")
+                closed |= like(model, model.get_submodule(name))
+            else:
+                return replace(found, notes=(*notes, *found.notes))
 
 
-def _with_blocks(model: nn.Module, example: Example, *, outermost: bool) -> Exported:
+def _with_blocks(model: nn.Module, example: Example, closed: Collection[int]) -> Exported:
     """The graph between blocks; blocks that pass tensors other than their results are opened."""
     outer = _Outer(model, example)
     opened: set[type] = set()
     while True:
-        leaves = leaves_of(model, opened, outermost=outermost)
-        program, calls = _exported(outer, example, leaves)
+        leaves = leaves_of(model, opened, closed)
+        program, calls, passed = _exported(outer, example, leaves)
         leaking = _leaking(outer, program, calls)
         if not leaking:
-            return converted(model, program, calls, outer.output)
+            found = converted(model, program, calls, outer.output)
+            return replace(found, notes=tuple(f"not checked: {one}" for one in passed))
         opened |= leaking
 
 
@@ -214,17 +158,21 @@ class _Outer(nn.Module):
 
 
 def loss_of(result: Any, name: str) -> Tensor:
-    """The loss in the result of a model called ``name``: itself, or its entry ``loss``.
+    """The loss in the result of a model called ``name``.
 
-    Raises InputError if it has none.
+    The result itself, its entry ``loss``, or the first of a tuple that is one number. Raises
+    InputError if it has none.
     """
-    found = result
     if isinstance(result, Mapping):
-        found = result.get("loss")
-    elif not isinstance(result, Tensor):
-        found = getattr(result, "loss", result[0] if isinstance(result, tuple) else None)
-    if isinstance(found, Tensor) and found.numel() == 1:
-        return found
+        found: list[Any] = [result.get("loss")]
+    else:
+        found = [
+            getattr(result, "loss", None),
+            *(result if isinstance(result, tuple) else [result]),
+        ]
+    for one in found:
+        if isinstance(one, Tensor) and one.numel() == 1 and one.is_floating_point():
+            return one
     raise InputError(
         f"{name} returns no loss: give its labels among the keywords of a mini-batch, or give "
         "mini-batches (inputs, targets) and a loss"
@@ -233,8 +181,10 @@ def loss_of(result: Any, name: str) -> Tensor:
 
 def _exported(
     outer: _Outer, example: Example, leaves: Mapping[str, nn.Module]
-) -> tuple[ExportedProgram, list[WholeCall]]:
-    """The program of ``outer``, and the calls of blocks in it."""
+) -> tuple[ExportedProgram, list[WholeCall], list[str]]:
+    """The program of ``outer``, the calls of blocks in it, and the checks that it leaves out."""
+    passed: list[str] = []
+    sizes = type("Sizes", (OperatorSizes,), {"passed": passed})
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         fakes = _fakes(outer, example)
@@ -254,13 +204,14 @@ def _exported(
             stack.enter_context(torch.autocast(example.device.type, example.autocast))
         # A size of 1 is like others, unless the model asks: a share may have one sample.
         stack.enter_context(_config.patch(backed_size_oblivious=True))  # type: ignore[attr-defined]
-        stack.enter_context(patch.object(non_strict_utils, "ShapeEnv", OperatorSizes))
+        stack.enter_context(patch.object(non_strict_utils, "ShapeEnv", sizes))
         stack.enter_context(_without_graphs())
         program = torch.export.export(outer, inputs, strict=False, dynamic_shapes=shapes)
         made = list(calls)
+        mode.shape_env = sizes()  # for values that are asked for
         with mode:
             _require_stateless(outer, inputs)
-    return program, made
+    return program, made, list(dict.fromkeys(passed))
 
 
 def _require_stateless(outer: _Outer, inputs: tuple[Tensor, ...]) -> None:

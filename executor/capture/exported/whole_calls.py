@@ -1,21 +1,26 @@
 """Modules that an export does not trace into: each call of a module is one operator."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.func import functional_call
+from torch.nn import functional as F  # noqa: N812
 from torch.utils import _pytree as pytree
 
+from stagewright.executor.capture.layers import BETWEEN
 from stagewright.executor.capture.shapes import Sizes, elsewhere, in_example, valued, valued_all
 from stagewright.executor.capture.signature import PLAIN, TENSOR, ValueStructure, taken_apart
 from stagewright.graphs.documents.errors import InputError
 
+FUNCTIONS = ("ctc_loss",)  # of torch.nn.functional, whose operators have no rule for shapes
+SYMBOLS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 _RUNNING: dict[int, "WholeCall"] = {}  # the calls of exports that are under way
 
 _LIBRARY = torch.library.Library("stagewright", "DEF")
@@ -81,7 +86,7 @@ class WholeCall:
             result = self._by_values(tensors, sizes)
         returned, self.returned = taken_apart(result)
         for one in self.returned.leaves:
-            if one is not TENSOR and not isinstance(one, PLAIN):
+            if one is not TENSOR and not isinstance(one, (*PLAIN, *SYMBOLS)):
                 raise InputError(
                     f"{self.name!r} returns a {type(one).__name__}; it may return tensors, plain "
                     "values, and tuples, lists and dicts of them"
@@ -135,11 +140,25 @@ def _outline(one: Tensor, another: Tensor, known: Mapping[tuple[int, int], Any])
     return torch.empty(shape, dtype=one.dtype, device=one.device)
 
 
+class Called(nn.Module):
+    """A function as a module without parameters."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's result."""
+        return self.function(*args, **kwargs)
+
+
 @contextmanager
 def called_whole(
     modules: Mapping[str, nn.Module], fakes: Mapping[int, Tensor]
 ) -> Iterator[list[WholeCall]]:
     """While the body runs, calls of ``modules`` are operators; yields the calls, as they come.
+
+    So are calls of `FUNCTIONS`.
 
     ``fakes`` are tensors without data for those of the modules, by the ids of the modules' own.
     """
@@ -149,7 +168,12 @@ def called_whole(
     try:
         for name, module in modules.items():
             module.__class__ = _whole(name, module, _fakes_of(module, fakes), calls, first)
-        yield calls
+        with ExitStack() as stack:
+            for name in FUNCTIONS:
+                called = Called(getattr(F, name))
+                called.__class__ = _whole(BETWEEN + name, called, {}, calls, first)
+                stack.enter_context(patch.object(F, name, called))
+            yield calls
     finally:
         for module in modules.values():
             module.__class__ = kinds[id(module)]
@@ -181,6 +205,7 @@ def _whole(
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves = [one if isinstance(one, torch.SymInt) else fixed(one) for one in leaves]
         _require_known(name, leaves)
         made = WholeCall(first + len(calls), name, module, leaves, spec, forward, fakes)
         _RUNNING[made.number] = made
@@ -190,13 +215,27 @@ def _whole(
         trained = [one for one in self.parameters() if one.requires_grad][:1]
         returned = OPERATOR(made.number, tensors, sizes, trained)
         assert made.returned is not None
-        result = made.returned.holding(returned)
+        given = [*sizes, *(size for tensor in tensors for size in tensor.shape)]
+        result = pytree.tree_map(lambda one: fixed(one, given), made.returned.holding(returned))
         for key in _handing_on(self, known):
             changed = self._forward_hooks[key](self, args, result)
             result = result if changed is None else changed
         return result
 
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+
+
+def fixed(one: Any, known: Sequence[Any] = ()) -> Any:
+    """``one``, of which a size or a condition on sizes is that of the example from now on.
+
+    A size in ``known``, which the graph has, stays as it is.
+    """
+    plain = SYMBOLS.get(type(one))
+    if plain is None:
+        return one
+    varying = [size for size in known if isinstance(size, torch.SymInt)]
+    equal = [size for size in varying if size.node.expr == one.node.expr]
+    return equal[0] if equal else plain(one)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from stagewright.executor.capture.draws import storage_of
 from stagewright.executor.capture.places import line_of
-from stagewright.executor.capture.tracing import require_plain_tensors
+from stagewright.executor.capture.plain_modules import require_plain_tensors
 from stagewright.graphs.documents.errors import InputError
 
 _REASONS: tuple[tuple[type[Exception], str], ...] = (

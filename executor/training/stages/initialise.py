@@ -1,6 +1,5 @@
 """A model with a rank's own layers only; the others stay on torch's meta device."""
 
-import copy
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -14,8 +13,9 @@ from torch import Tensor, nn
 from stagewright.executor.capture.evaluation import with_evaluation
 from stagewright.executor.capture.exported.exporting import Example
 from stagewright.executor.capture.layers import LayeredModel
+from stagewright.executor.capture.plain_modules import made_plain
 from stagewright.executor.capture.tracing import capture
-from stagewright.executor.capture.twins import twin
+from stagewright.executor.capture.twins import copied, twin
 from stagewright.executor.training.stages.partial_build import (
     CannotBuild,
     Outline,
@@ -52,6 +52,7 @@ def initialise(
         found, like, is_given = _with_same_tensors(model), None, True
     else:
         (found, like), is_given = _built(model, wanted, seed, example, weights), False
+    found = made_plain(found)
     layered = capture(found, example, like)
     if evaluates:
         layered = with_evaluation(found, layered, example, like)
@@ -145,7 +146,7 @@ def _with_same_tensors(model: Model) -> Model:
     """A copy of the modules that shares the tensors."""
     shared = {id(tensor): tensor for tensor in _tensors(_as_module(model))}
     try:
-        return copy.deepcopy(model, dict[int, Any](shared))
+        return copied(model, shared)
     except Exception as error:  # the model's own code raises anything
         reason = str(error).partition("\n")[0]
         raise InputError(

@@ -75,6 +75,7 @@ def profile(given: ProfileOptions) -> int:
     from stagewright.executor.measuring.whole_models import Profiled, mean_of_ranks
     from stagewright.executor.training.data.passes import pair
     from stagewright.executor.training.losses import MIXED, loss_of_run
+    from stagewright.executor.training.ranks.endings import said_notices
 
     if given.on == "cuda" and not torch.cuda.is_available():
         raise InputError("--on cuda: torch finds no GPU here")
@@ -112,7 +113,7 @@ def profile(given: ProfileOptions) -> int:
         is_checked=not given.no_self_check,
     )
     if ranks is None:
-        with reporting("profiling") as report:
+        with reporting("profiling") as report, said_notices():
             return hand_out(profiled.measure(report), given)
     with joined(TIMEOUT_SECONDS) as member:
         if tensor is None:
