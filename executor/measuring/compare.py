@@ -8,6 +8,7 @@ while the pipeline is full, by the ends of microbatches.
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -40,10 +41,14 @@ from stagewright.formulations.plans.actions import (
     PLANNED,
     Action,
     ActionKind,
+    B,
+    F,
+    I,
     parse_action,
 )
 from stagewright.formulations.plans.periodic import steady_microbatches
 from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan
+from stagewright.formulations.plans.timing import message_counts
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.chain import Chain, LayerCost
@@ -55,9 +60,10 @@ def correct(chain: Chain, plan: PipelinePlan, trace: Trace) -> Chain:
     A run measures stages, not layers: all forward times of a stage's layers (of all sizes and
     device kinds, at the stage's tensor degree) are multiplied by the stage's measured / predicted
     forward time, and likewise the backward times, by parts if the plan splits them, and the time
-    of the optimizer step.
+    of the optimizer step. What a plan adds for messages is not a layer's.
     """
-    times = MeasuredStageTimes(pair_actions(pair_entries(plan, trace)))
+    actions = pair_actions(pair_entries(plan, trace))
+    times = MeasuredStageTimes(dict(_without_messages(plan, actions)))
     _require_model(chain, plan)
     layers = []
     for s, stage in enumerate(plan.stages):
@@ -74,6 +80,20 @@ def correct(chain: Chain, plan: PipelinePlan, trace: Trace) -> Chain:
         ]
     source = f"{chain.source}, corrected by a measured run on {trace.machine}"
     return replace(chain, source=source, layers=tuple(layers))
+
+
+def _without_messages(
+    plan: PipelinePlan, actions: dict[Action, Pair]
+) -> Iterator[tuple[Action, Pair]]:
+    """Actions with the predicted seconds of their layers alone."""
+    forward, backward = message_counts(plan.stages, plan.microbatches)
+    counts = {F: forward, B: backward, I: backward}
+    for action, pair in actions.items():
+        if plan.message_seconds and action.kind in counts:
+            of_stage = counts[action.kind][action.stage]
+            own = plan.message_seconds * float(of_stage[(action.microbatch or 0) % len(of_stage)])
+            pair = replace(pair, predicted=max(0.0, pair.predicted - own))
+        yield action, pair
 
 
 def _require_model(chain: Chain, plan: PipelinePlan) -> None:

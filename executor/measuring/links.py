@@ -7,6 +7,11 @@ a machine does only lengthens them.
 
 An all-reduce of all ranks is timed too. It also copies and adds, so that it reaches only a share of
 the bandwidth.
+
+Between CPUs a message also takes time of the ranks that compute: of the thread that posts it, and
+of gloo's thread, which needs the same cores. It is measured as a pipeline has it: all ranks compute
+a unit of work, send one message and receive one, over and over, with messages in flight while they
+compute. What a round takes longer than without messages, halved, is a rank's time for a message.
 """
 
 import itertools
@@ -27,6 +32,9 @@ import torch
 import torch.distributed as dist
 from scipy.optimize import nnls
 
+from stagewright.executor.training.interpreter.exchange import RECV_F, Messages
+from stagewright.executor.training.ranks.rank import RankPlace
+from stagewright.formulations.plans.actions import SEND_F, Action
 from stagewright.formulations.prices.collectives import link_seconds, ring_part
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
@@ -123,11 +131,14 @@ class MeasuredLinks:
     """Measured bytes/s and seconds from rank i (row) to rank j (column); 0 for i = j.
 
     ``all_reduce_share`` is the share of the least bandwidth that an all-reduce reaches, at most 1.
+    ``message_seconds`` is the time of a rank for a message beside computation; None on GPUs, whose
+    messages take no time of the processors that compute.
     """
 
     bandwidth: Floats
     latency: Floats
     all_reduce_share: float
+    message_seconds: float | None
 
 
 def measure_links(
@@ -152,7 +163,8 @@ def measure_links(
     numbers = -(-max(sizes) // _NUMBER_BYTES)
     together = _all_reduce(numbers, rounds, device)
     share = reduce_share(ranks, _NUMBER_BYTES * numbers, together, bandwidth, latency)
-    return MeasuredLinks(bandwidth, latency, share)
+    message = _message_seconds(min(sizes), rounds) if device.type == "cpu" else None
+    return MeasuredLinks(bandwidth, latency, share, message)
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
@@ -206,7 +218,10 @@ def describe(
         _rounded(links.latency).tolist(),
         servers=servers,
         name=f"measured-{len(devices)}",
-        all_reduce_share=float(f"{links.all_reduce_share:.{DIGITS}g}"),
+        all_reduce_share=_rounded_number(links.all_reduce_share),
+        message_seconds=None
+        if links.message_seconds is None
+        else _rounded_number(links.message_seconds),
     )
 
 
@@ -248,6 +263,63 @@ def _all_reduce(numbers: int, rounds: int, device: torch.device) -> float:
     return float(np.max(told, axis=0)[1:].min())
 
 
+UNIT_SECONDS = 1e-3  # of computation between two messages, as of a small stage
+EXCHANGES = 50  # in a row
+_SIDE = 96  # of the matrices that are multiplied in a unit
+
+
+def _message_seconds(size: int, rounds: int) -> float:
+    """A rank's time for a message of ``size`` bytes, beside computation; of the slowest rank.
+
+    Each rank sends to the next and receives from the one before, by the executor's own calls; both
+    are in flight while it computes. The lower quartile of ``rounds`` differences to the same
+    computation without messages counts, as what else a machine does lengthens most of the others.
+    """
+    products, added = _products(), []
+    for _ in range(1 + rounds):
+        alone = _exchange_seconds(0, products)
+        added.append(_exchange_seconds(size, products) - alone)
+    own = max(0.0, float(np.percentile(added[1:], 25)) / 2)
+    told = [own] * dist.get_world_size()
+    dist.all_gather_object(told, own)
+    return max(told)
+
+
+def _products() -> int:
+    """How many products of matrices take a unit's seconds on the slowest rank, at least 1."""
+    start = time.thread_time()
+    _compute(torch.ones(_SIDE, _SIDE), 100)
+    each = torch.tensor((time.thread_time() - start) / 100)
+    dist.all_reduce(each, dist.ReduceOp.MAX)
+    return max(1, round(UNIT_SECONDS / float(each)))
+
+
+def _compute(matrix: torch.Tensor, products: int) -> None:
+    for _ in range(products):
+        torch.mm(matrix, matrix)
+
+
+def _exchange_seconds(size: int, products: int) -> float:
+    """Seconds of a unit of computation with a send and a receive of ``size`` bytes; 0: without."""
+    rank, ranks, cpu = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
+    messages = Messages(RankPlace(("",) * ranks, rank, cpu, cpu, dist.group.WORLD))
+    matrix, message = torch.ones(_SIDE, _SIDE), torch.zeros(size, dtype=torch.uint8)
+    sent, received = ([Action(0, kind, i) for i in range(EXCHANGES)] for kind in (SEND_F, RECV_F))
+    dist.barrier()
+    start = time.perf_counter()
+    for i in range(EXCHANGES):
+        if size:
+            messages.expect(received[i], [torch.empty_like(message)], (rank - 1) % ranks, i)
+        _compute(matrix, products)
+        if size:
+            messages.post(sent[i], message.detach().contiguous(), (rank + 1) % ranks, i)
+            messages.taken(received[i - 1])
+            messages.release(sent[i - 1])
+    messages.taken(received[-1])
+    messages.release(sent[-1])
+    return (time.perf_counter() - start) / EXCHANGES
+
+
 def _as_senders_see_it(bandwidth: Floats, latency: Floats) -> tuple[Floats, Floats]:
     """Every row as measured by its sender: the receiver's clock starts too early."""
     rows: list[tuple[Floats, Floats]] = [(bandwidth, latency)] * len(latency)
@@ -265,4 +337,8 @@ def _memory_bytes(device: torch.device) -> float:
 
 
 def _rounded(values: Floats) -> Floats:
-    return np.array([[float(f"{value:.{DIGITS}g}") for value in row] for row in values])
+    return np.array([[_rounded_number(value) for value in row] for row in values])
+
+
+def _rounded_number(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")

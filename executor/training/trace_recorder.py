@@ -3,12 +3,15 @@
 import os
 import platform
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from statistics import fmean, median
+from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -34,8 +37,16 @@ _FORGET_PEAK = "5"
 def waited_seconds() -> float | None:
     """How long this thread has been ready to run without a core; None but on Linux."""
     with suppress(OSError, IndexError):
-        return 1e-9 * int(_SCHEDULING.read_bytes().split()[1])
+        file = _scheduling(threading.get_native_id())
+        return 1e-9 * int(os.pread(file.fileno(), 64, 0).split()[1])
     return None
+
+
+@cache
+def _scheduling(thread: int) -> BinaryIO:
+    """The calling thread's file, kept open: to open it takes as long as a small computation."""
+    del thread
+    return _SCHEDULING.open("rb")
 
 
 class MemoryMeter:

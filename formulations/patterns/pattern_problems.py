@@ -6,6 +6,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from stagewright.formulations.patterns.one_f_one_b import iteration_bound, pattern_load_bound
 from stagewright.formulations.patterns.pattern import PatternProblem
 from stagewright.formulations.plans.actions import DOUBLE_BUFFER, WeightRule
@@ -20,11 +22,13 @@ from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.shards import of_shard
 from stagewright.formulations.plans.timing import (
     compute_seconds,
+    message_counts,
     offload_seconds,
     reduce_seconds,
     transfer_seconds,
     update_seconds,
 )
+from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 
 
@@ -83,13 +87,14 @@ class PatternProblems:
         _require_one_offload(stages)
         found = [self._of_stage(stage) for stage in stages]
         sent = [self._transfer(*pair) for pair in pairwise(stages)]
+        own = self._messages(stages)
         static, updates = dict.fromkeys(groups, 0.0), dict.fromkeys(groups, 0.0)
         for stage, figures in zip(stages, found, strict=True):
             static[stage.devices] += figures.static_bytes
             updates[stage.devices] += figures.update
         return PatternProblem(
-            tuple(figures.forward for figures in found),
-            tuple(figures.backward for figures in found),
+            tuple((own[0] + [one.forward for one in found]).tolist()),
+            tuple((own[1] + [one.backward for one in found]).tolist()),
             tuple(there for there, _ in sent),
             tuple(back for _, back in sent),
             tuple(groups.index(stage.devices) for stage in stages),
@@ -97,7 +102,7 @@ class PatternProblems:
             tuple(self._memory(names) - total for names, total in static.items()),
             tuple(figures.reduce for figures in found),
             self.problem.microbatches,
-            max(figures.least_seconds for figures in found),
+            max(one.least_seconds + more for one, more in zip(found, own.max(axis=0), strict=True)),
             max(updates.values()),
             tuple(figures.version_bytes for figures in found)
             if self.rule.updates_every_round
@@ -143,6 +148,12 @@ class PatternProblems:
             mine, theirs = self._of_stage(one).members, self._of_stage(other).members
             self._transfers[key] = transfer_seconds(self.problem, one, other, mine, theirs)
         return self._transfers[key]
+
+    def _messages(self, stages: Sequence[Stage]) -> Floats:
+        """Time for messages in each stage's forward and in its backward, shape (2, S)."""
+        if not self.problem.cluster.message_seconds:
+            return np.zeros((2, len(stages)))
+        return self.problem.message_seconds(np.array(message_counts(stages, 1))[:, :, 0])
 
     def _memory(self, names: tuple[str, ...]) -> float:
         if names not in self._memories:

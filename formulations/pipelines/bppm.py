@@ -256,7 +256,11 @@ def makespan_problem(
     Its ``reduce`` is the all-reduce of a stage followed by the optimizer step; a device without
     other stages is idle then. None if some stage cannot hold one microbatch in memory.
     """
-    computed = [problem.compute_seconds(s.start, s.stop, s.devices) for s in stages]
+    messages = message_seconds(problem, [len(stage.devices) for stage in stages])
+    computed = [
+        np.add(problem.compute_seconds(s.start, s.stop, s.devices), own).tolist()
+        for s, own in zip(stages, messages, strict=True)
+    ]
     sent = [
         problem.transfer_seconds(one.stop, one.devices, following.devices)
         for one, following in pairwise(stages)
@@ -273,6 +277,16 @@ def makespan_problem(
         tuple(problem.finish_seconds(s.start, s.stop, s.devices) for s in stages),
         limits,
     )
+
+
+def message_seconds(problem: PipelineProblem, devices: Sequence[int]) -> list[float]:
+    """Time for messages in a forward of each stage, and in a backward, on so many ``devices``.
+
+    A device of a stage exchanges one with each of the stage before it and of the stage after it.
+    """
+    around = (0, *devices, 0)
+    counts = [float(a + b) for a, b in zip(around, around[2:], strict=False)]
+    return list(map(problem.message_seconds, counts))
 
 
 def lemma1_seconds(problem: MakespanProblem) -> float:

@@ -112,6 +112,7 @@ def _with_figures(
         memory_limit_bytes=problem.memory_limit_bytes,
         assumed_share=problem.assumed_share,
         microbatch_size=problem.microbatch_size,
+        message_seconds=problem.cluster.message_seconds,
         layers=tuple(
             PlannedLayer(layer.name, layer.parameter_bytes) for layer in problem.chain.layers
         ),

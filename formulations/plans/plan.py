@@ -299,7 +299,8 @@ class PipelinePlan(Envelope):
 
     ``digest`` identifies the problem (model, cluster, microbatches), ``layers`` (None: unknown) are
     the model's, ``memory_limit_bytes``, ``assumed_share`` and ``microbatch_size`` are the
-    problem's. Stages may share devices. ``weights`` says when the weights change:
+    problem's, ``message_seconds`` the cluster's. Stages may share devices. ``weights`` says when
+    the weights change:
 
     - ``flush``: once, at the end of the iteration, by the gradient of all microbatches.
     - ``stash``: after every microbatch (of a round-robin stage, after every round), as its backward
@@ -325,6 +326,7 @@ class PipelinePlan(Envelope):
     layers: tuple[PlannedLayer, ...] | None = None
     assumed_share: float | None = None
     microbatch_size: int | None = None
+    message_seconds: float | None = None
     format: Literal["stagewright-plan"] = FORMAT
     version: Literal[1] = VERSION
     kind: Literal["pipeline"] = "pipeline"

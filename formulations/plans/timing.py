@@ -5,7 +5,9 @@ byte part in `memory`, and nothing else.
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,6 +117,8 @@ def durations(
     for kind, absent in ((B, parts), (I, ~parts), (W, ~parts)):
         seconds[kind][absent] = np.nan
     _add_transfers(problem, stages, seconds)
+    if problem.cluster.message_seconds:
+        _add_messages(problem, stages, seconds)
     return seconds
 
 
@@ -185,6 +189,38 @@ def _add_transfers(problem: PipelineProblem, stages: Sequence[Stage], seconds: B
             senders, receivers = (lanes[i][first % len(lanes[i])] for i in (s, s + 1))
             there, back = transfer_seconds(problem, stage, stages[s + 1], senders, receivers)
             seconds[SEND_F][s, first::cycle], seconds[SEND_B][s + 1, first::cycle] = there, back
+
+
+def _add_messages(problem: PipelineProblem, stages: Sequence[Stage], seconds: Blocks) -> None:
+    """Add the time for messages to the computations that make and take them: F, and B or I."""
+    forward, backward = message_counts(stages, problem.microbatches)
+    for kind, counts in ((F, forward), (B, backward), (I, backward)):
+        seconds[kind] += problem.message_seconds(counts)
+
+
+def message_counts(stages: Sequence[Stage], microbatches: int) -> tuple[Floats, Floats]:
+    """Messages of a device in a forward and in a backward, W without any; each of shape (S, M).
+
+    Of the devices that work on a microbatch the one with the most messages counts.
+    """
+    forward, backward = np.zeros((2, len(stages), microbatches))
+    for s, (one, other) in enumerate(pairwise(stages)):
+        for first, cycle in channels(stages, s, microbatches):
+            lower, upper = one.runners(first), other.runners(first)
+            there = _most_messages(crossing(lower, one.tensor, upper, other.tensor))
+            back = _most_messages(crossing(upper, other.tensor, lower, one.tensor))
+            forward[s : s + 2, first::cycle] += np.array(there)[:, None]
+            backward[s : s + 2, first::cycle] += np.array(back[::-1])[:, None]
+    return forward, backward
+
+
+def _most_messages(ends: Sequence[tuple[Sequence[str], Sequence[str]]]) -> tuple[int, int]:
+    """The most messages that a device sends, and that one receives, of a microbatch."""
+    sent, received = Counter[str](), Counter[str]()
+    for senders, receivers in ends:
+        sent.update(dict.fromkeys(senders, len(receivers)))
+        received.update(dict.fromkeys(receivers, len(senders)))
+    return max(sent.values()), max(received.values())
 
 
 def transfer_seconds(

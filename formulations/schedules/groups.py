@@ -53,6 +53,7 @@ def problem_of_groups(problem: PipelineProblem, degree: int) -> PipelineProblem:
         servers=[server for server in servers if server],
         name=given.name,
         all_reduce_share=given.all_reduce_share,
+        message_seconds=given.message_seconds,
     )
     return replace(problem.at(degree), cluster=cluster)
 

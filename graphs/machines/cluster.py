@@ -105,8 +105,10 @@ class Cluster:
     """Devices and links. Devices without a direct link use the widest path between them.
 
     ``all_reduce_share`` is the share of its slowest link's bandwidth that a ring all-reduce
-    reaches, as it also copies and adds; None if it is not known, and all is assumed. ``source``
-    says where the figures are from that nobody gave.
+    reaches, as it also copies and adds; None if it is not known, and all is assumed.
+    ``message_seconds`` is the time of its own that a device spends on each message it sends or
+    receives, in the computation that makes or takes it; None if it is not known, and none is
+    assumed. ``source`` says where the figures are from that nobody gave.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -115,6 +117,7 @@ class Cluster:
     devices: tuple[Device, ...]
     links: Links
     all_reduce_share: float | None = None
+    message_seconds: float | None = None
     source: str | None = None
     format: Literal["stagewright-cluster"] = FORMAT
     version: Literal[1] = VERSION
@@ -129,6 +132,8 @@ class Cluster:
         share = self.all_reduce_share
         if share is not None and not 0 < share <= 1:
             raise InputError(f"all_reduce_share must be above 0 and at most 1, got {share:g}")
+        if self.message_seconds is not None:
+            require_amount(self.message_seconds, "message_seconds")
         if self.links.servers is not None:
             _require_cover("servers", self.links.servers, names)
         if isinstance(self.links, MatrixLinks):
@@ -246,6 +251,7 @@ def from_matrix(
     servers: Sequence[Sequence[str]] | None = None,
     name: str = "matrix",
     all_reduce_share: float | None = None,
+    message_seconds: float | None = None,
 ) -> Cluster:
     """A cluster of arbitrary links; ``bandwidth[i][j]`` in bytes/s, None where there is none."""
     rows = tuple(
@@ -258,9 +264,8 @@ def from_matrix(
         else tuple(tuple(float(entry) for entry in row) for row in latency)
     )
     grouped = None if servers is None else tuple(tuple(server) for server in servers)
-    return Cluster(
-        name, tuple(devices), MatrixLinks(rows, fixed_latency, grouped), all_reduce_share
-    )
+    links = MatrixLinks(rows, fixed_latency, grouped)
+    return Cluster(name, tuple(devices), links, all_reduce_share, message_seconds)
 
 
 def load_cluster(path: str | os.PathLike[str]) -> Cluster:

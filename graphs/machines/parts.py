@@ -28,7 +28,7 @@ def first_devices(cluster: Cluster, count: int) -> Cluster:
         links: Links = _matrix_of(cluster.links, count, names)
     else:
         links = _servers_of(cluster.links, names)
-    return Cluster(name, kept, links, cluster.all_reduce_share)
+    return replace(cluster, name=name, devices=kept, links=links, source=None)
 
 
 def with_memory(cluster: Cluster, memory_bytes: float) -> Cluster:

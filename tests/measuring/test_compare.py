@@ -403,6 +403,21 @@ def test_a_corrected_model_predicts_what_was_measured() -> None:
     assert correct(PROBLEM.chain, PLAN, made_trace(PLAN, [1.0])).layers == PROBLEM.chain.layers
 
 
+def test_a_correction_leaves_out_what_messages_add() -> None:
+    """Computations measured without the plan's time for messages: the layers are as they were."""
+    own = replace(PROBLEM.cluster, message_seconds=1e-3)
+    problem = replace(PROBLEM, cluster=own)
+    plan = valid_plan(problem, PLAN.stages)
+    alone = replace(PLAN, digest=plan.digest)
+    trace = replace(made_trace(alone, [1.0]), digest=plan.digest)
+    assert finish_seconds(plan) > finish_seconds(PLAN)
+    layers = correct(problem.chain, plan, trace).layers
+    for layer, known in zip(layers, problem.chain.layers, strict=True):
+        for one, other in zip(layer.costs, known.costs, strict=True):
+            assert one.forward_seconds == pytest.approx(other.forward_seconds)
+            assert one.total_backward_seconds == pytest.approx(other.total_backward_seconds)
+
+
 def test_each_stage_and_direction_is_corrected_by_its_own_ratio() -> None:
     whole = LayerCost(840, 1.0, 0.0, 0.0, backward_seconds=2.0)
     parts = LayerCost(

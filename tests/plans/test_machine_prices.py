@@ -6,11 +6,14 @@ import pytest
 from plans import make_stages, small_problem, valid_plan
 
 import stagewright
+from stagewright.executor.drawing.periods import finish_seconds
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.checking.check import check
+from stagewright.formulations.plans.actions import B, F
 from stagewright.formulations.plans.memory import in_flight_limit
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Schedule, Stage
+from stagewright.formulations.plans.timing import durations
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
@@ -57,6 +60,28 @@ def test_a_piece_of_a_transfer_has_whole_samples() -> None:
     """Three senders, three receivers, four samples: one sample is the largest piece of nine."""
     there, back = hand_made(layers=2).transfer_seconds(1, (0, 1, 2), (1, 2, 3))
     assert there == back == 0.25
+
+
+def test_messages_take_time_of_computations_on_both_sides() -> None:
+    """F and B of 2 + 1 + 1 stages of 1 + 2 s, of which the last two are on one device."""
+    problem = hand_made(layers=3)
+    problem = replace(problem, cluster=replace(problem.cluster, message_seconds=0.25))
+    stages = [Stage((0, 1), NAMES[:2]), *(Stage((i, i + 1), NAMES[2:3]) for i in (1, 2))]
+    lasting = durations(problem, stages)
+    # Each of two devices with one other; that one with both, and nothing with itself.
+    assert lasting[F][:, 0].tolist() == [0.5 + 0.25, 1 + 2 * 0.25, 1]
+    assert lasting[B][:, 0].tolist() == [1 + 0.25, 2 + 2 * 0.25, 2]
+
+
+def test_a_plan_says_what_its_messages_cost() -> None:
+    problem = small_problem(layers=4, devices=2, microbatches=2)
+    problem = replace(problem, cluster=replace(problem.cluster, message_seconds=1.0))
+    plan = valid_plan(problem, make_stages((2, 4), (1, 1), ("split", "split")))
+    assert check(problem, plan) == ()
+    assert simulate(problem, plan).iteration_seconds == pytest.approx(finish_seconds(plan))
+    for forged in (None, 2.0):
+        rules = [one.rule for one in check(problem, replace(plan, message_seconds=forged))]
+        assert rules == ["message_seconds"]
 
 
 def test_more_devices_than_samples_break_a_rule() -> None:

@@ -170,7 +170,8 @@ class _Checker:
         if action == "SEND_B":
             others = self.stages[index - 1].runners(microbatch)
             return instance.transfer_seconds(stage.start - 1, runners, others)
-        return instance.seconds(stage, runners, action)
+        own = instance.own_seconds(self.stages, index, microbatch, action)
+        return instance.seconds(stage, runners, action) + own
 
     # What comes after what.
 

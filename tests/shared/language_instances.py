@@ -110,6 +110,8 @@ def _cluster(draw, kinds, model, microbatches):
     }
     if draw.random() < 1 / 3:
         cluster["all_reduce_share"] = draw.choice((0.5, 0.25))  # times are whole ticks
+    if draw.random() < 1 / 3:
+        cluster["message_seconds"] = draw.choice((20, 300)) * MICROSECOND
     return cluster
 
 

@@ -99,6 +99,7 @@ def document(instance, stages, schedule):
         "stages": described,
         "schedule": {"kind": "finite", "actions": actions},
         "weights": "flush",
+        **({"message_seconds": instance.message} if instance.message else {}),
         "format": "stagewright-plan",
         "version": 1,
         "kind": "pipeline",

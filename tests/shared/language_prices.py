@@ -48,6 +48,7 @@ class Instance:
         self.memory = [min(device["memory_bytes"], limit) for device in devices]
         self.host = [device.get("host_bytes_per_second") for device in devices]
         self.bandwidth, self.latency = _links(cluster)
+        self.message = cluster.get("message_seconds") or 0
         self.reached = cluster.get("all_reduce_share") or 1  # of the bandwidth, by an all-reduce
         # Stages of the search ask for the same few sums again and again.
         self.value = lru_cache(None)(self._value)
@@ -114,6 +115,13 @@ class Instance:
         if action in "BI" and stage.recompute != "none":
             time += self.compute_seconds(stage.start, stage.stop, kinds, "forward_seconds", share)
         return time
+
+    def own_seconds(self, stages, index, microbatch, action):
+        """Seconds of an action for messages: one with each device that runs a neighbour."""
+        runners, near = stages[index].runners(microbatch), (index - 1, index + 1)
+        others = [stages[i].runners(microbatch) for i in near if 0 <= i < len(stages)]
+        count = sum(len(those) for those in others if those != runners)
+        return 0 if action == "W" else self.message * count
 
     def update_seconds(self, stage):
         """Seconds of the optimizer's step of the stage."""

@@ -56,11 +56,10 @@ def build_tasks(instance, stages, split_backward):
 
 def _forward(instance, stages, microbatch, tasks):
     before = ()
-    for index, stage in enumerate(stages):
+    for index in range(len(stages)):
         if index:
             before = _transfer(instance, stages, index - 1, microbatch, tasks, "SEND_F", before)
-        runners = stage.runners(microbatch)
-        tasks["F", index, microbatch] = _compute(instance, stage, runners, "F", before)
+        tasks["F", index, microbatch] = _compute(instance, stages, index, microbatch, "F", before)
         before = (("F", index, microbatch),)
 
 
@@ -72,21 +71,23 @@ def _backward(instance, stages, microbatch, tasks, split_backward):
         if index < last:
             before = _transfer(instance, stages, index, microbatch, tasks, "SEND_B", before)
         before = (*before, ("F", index, microbatch))
-        runners = stage.runners(microbatch)
+        place = instance, stages, index, microbatch
         action = "I" if parts(instance, stage, split_backward) else "B"
         first = action, index, microbatch
-        tasks[first] = _compute(instance, stage, runners, action, before)
+        tasks[first] = _compute(*place, action, before)
         if action == "I":
-            alone = _compute(instance, stage, runners, "W", (first,))
-            whole = _compute(instance, stage, runners, "B", ())
+            alone = _compute(*place, "W", (first,))
+            whole = _compute(*place, "B", ())
             ticks = min(alone.ticks, whole.ticks - tasks[first].ticks)
             weights = replace(alone, ticks=ticks, more=alone.ticks - ticks)
             tasks["W", index, microbatch] = weights
         before = (first,)
 
 
-def _compute(instance, stage, runners, action, after):
-    ticks = to_ticks(instance.seconds(stage, runners, action))
+def _compute(instance, stages, index, microbatch, action, after):
+    runners = stages[index].runners(microbatch)
+    own = instance.own_seconds(stages, index, microbatch, action)
+    ticks = to_ticks(instance.seconds(stages[index], runners, action) + own)
     return Task(ticks, tuple(("device", device) for device in runners), after)
 
 

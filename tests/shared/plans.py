@@ -1,6 +1,7 @@
 """Small problems and valid plans for them, by a naive list scheduler that knows no planner."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
@@ -196,6 +197,7 @@ def valid_plan(
         problem.digest, "test", problem.chain.name, problem.cluster.name,
         problem.microbatches, tuple(stages), Schedule(tuple(entries), begins), weights=weights,
         layers=tuple(PlannedLayer(e.name, e.parameter_bytes) for e in problem.chain.layers),
+        message_seconds=problem.cluster.message_seconds,
     )  # fmt: skip
 
 
@@ -412,7 +414,8 @@ def _seconds(
         devices = [index[name] for name in stage.runners(action.microbatch)]
         ends = action.kind in (B, W) and weights.startswith("stash")
         step = _reduce_seconds(problem, stage) + _update_seconds(problem, stage) if ends else 0.0
-        return _compute_seconds(problem, stage, devices)[action.kind] + step
+        own = _message_seconds(problem, stages, action)
+        return _compute_seconds(problem, stage, devices)[action.kind] + step + own
     if action.kind is UPDATE:
         return _update_seconds(problem, stage)
     left = action.stage if action.kind is SEND_F else action.stage - 1
@@ -434,6 +437,29 @@ def _seconds(
         if i % degrees[0] == j % degrees[1] % degrees[0]
         for bandwidth, latency in [links.slowest([sender], [receiver])]
     )
+
+
+def _message_seconds(problem: PipelineProblem, stages: Sequence[Stage], action: Action) -> float:
+    """Time for messages of the busiest device: what the action takes, and what it hands over."""
+    s, m = action.stage, action.microbatch
+    ways = {F: ((s - 1, s), (s, s + 1)), W: ()}.get(action.kind, ((s + 1, s), (s, s - 1)))
+    count = 0
+    for source, target in ways:
+        if not (0 <= source < len(stages) and 0 <= target < len(stages)):
+            continue
+        one, other = stages[source], stages[target]
+        senders, receivers = one.runners(m), other.runners(m)
+        if (senders, one.tensor) == (receivers, other.tensor):
+            continue
+        sent = [
+            (a, b)
+            for i, a in enumerate(senders)
+            for j, b in enumerate(receivers)
+            if i % one.tensor == j % other.tensor % one.tensor
+        ]
+        place = 0 if source == s else 1
+        count += max(Counter(pair[place] for pair in sent).values())
+    return count * (problem.cluster.message_seconds or 0.0)
 
 
 def _compute_seconds(
@@ -482,9 +508,10 @@ def scaled(problem: PipelineProblem, factor: float) -> PipelineProblem:
     cluster = problem.cluster
     names = [[cluster.devices[v].name for v in server] for server in cluster.servers]
     bandwidth, latency = cluster.bandwidth / factor, (cluster.latency * factor).tolist()
+    messages = (cluster.message_seconds or 0.0) * factor
     return PipelineProblem(
         replace(problem.chain, layers=layers),
-        from_matrix(cluster.devices, bandwidth, latency, servers=names),
+        from_matrix(cluster.devices, bandwidth, latency, servers=names, message_seconds=messages),
         problem.microbatches,
     )
 

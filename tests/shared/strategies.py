@@ -79,7 +79,8 @@ def random_cluster(
     bandwidth = _matrix(draw, count, symmetric, st.sampled_from(BANDWIDTHS))
     milliseconds = st.sampled_from((0.0, 1.0, 3.0)).map(lambda x: x * MILLISECOND)
     delays = _matrix(draw, count, symmetric, milliseconds) if latency else 0.0
-    return from_matrix(devices, bandwidth, delays)
+    messages = draw(st.sampled_from((None, 0.5 * MILLISECOND))) if latency else None
+    return from_matrix(devices, bandwidth, delays, message_seconds=messages)
 
 
 @st.composite
@@ -235,8 +236,9 @@ def _matrix(
     return matrix
 
 
-# Beside SPP's own setting, one with latencies, links that differ by direction, two device kinds,
-# times that are not proportional to the microbatch size, and memory that binds.
+# Beside SPP's own setting, one with latencies, messages that take time of their devices, links that
+# differ by direction, two device kinds, times that are not proportional to the microbatch size, and
+# memory that binds.
 hard_problem = partial(
     random_problem,
     latency=True,

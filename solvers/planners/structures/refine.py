@@ -18,6 +18,7 @@ import numpy as np
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
 from stagewright.formulations.pipelines.bounds.devices import quick_device_bound
 from stagewright.formulations.pipelines.bounds.stages import quick_bound
+from stagewright.formulations.pipelines.bppm import message_seconds
 from stagewright.formulations.pipelines.grouped_stages import scheduling_of
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.plans.actions import ActionKind
@@ -89,6 +90,8 @@ class PlainPrices:
         forward, backward, finish, limits = zip(*known, strict=True)
         if min(limits) < 1:
             return None
+        messages = message_seconds(self.problem, [len(stage.devices) for stage in stages])
+        forward, backward = (tuple(np.add(one, messages).tolist()) for one in (forward, backward))
         sends = [self._send(one, other) for one, other in pairwise(stages)]
         there, back = zip(*sends, strict=True) if sends else ((), ())
         return MakespanProblem(
