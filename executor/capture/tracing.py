@@ -28,7 +28,12 @@ from stagewright.executor.capture.cutting import cut_graph
 from stagewright.executor.capture.exported.conversion import Exported
 from stagewright.executor.capture.exported.exporting import Example, export, holds_closed_blocks
 from stagewright.executor.capture.layers import CapturedLayer, LayeredModel, Listed
-from stagewright.executor.capture.python_state import attributes_kept, described, snapshot
+from stagewright.executor.capture.python_state import (
+    attributes_kept,
+    described,
+    plain_state,
+    snapshot,
+)
 from stagewright.executor.capture.tensor_plans import plans_in
 from stagewright.graphs.documents.errors import InputError
 
@@ -314,7 +319,7 @@ def _exported(model: nn.Module, example: Example) -> LayeredModel:
 def _cut(model: nn.Module, example: Example, found: Exported) -> LayeredModel:
     """The layers of a model by its exported graph, or by that of a model like it."""
     layers = cut_graph(model, found.graph, found.attributes, found.output)
-    known = _plain_state(model)
+    known = plain_state(model)
 
     def again(shapes: Sequence[tuple[int, ...]]) -> LayeredModel:
         pairs = zip(shapes, example.tensors, strict=True)
@@ -322,7 +327,7 @@ def _cut(model: nn.Module, example: Example, found: Exported) -> LayeredModel:
         return _exported(model, replace(example, tensors=tensors))
 
     def of(other: nn.Module) -> LayeredModel | None:
-        return _cut(other, example, found) if _plain_state(other) == known else None
+        return _cut(other, example, found) if plain_state(other) == known else None
 
     return replace(
         layers,
@@ -331,20 +336,6 @@ def _cut(model: nn.Module, example: Example, found: Exported) -> LayeredModel:
         again=again,
         of=None if found.holds_tensors else of,
     )
-
-
-def _plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Numbers and texts of a model's modules, on which its calls may depend, and its tensors."""
-    state: dict[tuple[str, str], Any] = {}
-    for path, part in model.named_modules():
-        state[path, ""] = type(part)
-        for name, value in vars(part).items():
-            if isinstance(value, bool | int | float | str | tuple | None):
-                state[path, name] = repr(value)
-        for name, one in [*part._parameters.items(), *part._buffers.items()]:
-            if one is not None:
-                state[path, name] = one.shape, one.dtype, one.requires_grad
-    return state
 
 
 def _capture_list(modules: list[nn.Module]) -> LayeredModel:
