@@ -72,6 +72,20 @@ def snapshot(module: nn.Module) -> Snapshot:
     return Snapshot(values, tensors)
 
 
+def plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Numbers and texts of a model's modules, on which its calls may depend, and its tensors."""
+    state: dict[tuple[str, str], Any] = {}
+    for path, part in model.named_modules():
+        state[path, ""] = type(part)
+        for name, value in vars(part).items():
+            if isinstance(value, bool | int | float | str | tuple | None):
+                state[path, name] = repr(value)
+        for name, one in [*part._parameters.items(), *part._buffers.items()]:
+            if one is not None:
+                state[path, name] = one.shape, one.dtype, one.requires_grad
+    return state
+
+
 def described(module: nn.Module, attribute: Attribute) -> str:
     """The attribute in a message."""
     path, name = attribute

@@ -32,7 +32,12 @@ from stagewright.executor.capture.plain_modules import (
     made_plain,
     require_plain_tensors,
 )
-from stagewright.executor.capture.python_state import attributes_kept, described, snapshot
+from stagewright.executor.capture.python_state import (
+    attributes_kept,
+    described,
+    plain_state,
+    snapshot,
+)
 from stagewright.executor.capture.shapes import require_tensors, values_of
 from stagewright.executor.capture.tensor_plans import plans_in
 from stagewright.graphs.documents.errors import InputError
@@ -292,7 +297,7 @@ def _exported(model: nn.Module, example: Example, reason: str) -> LayeredModel:
 def _cut(model: nn.Module, example: Example, found: Exported, reason: str) -> LayeredModel:
     """The layers of a model by its exported graph, or by that of a model like it."""
     layers = cut_graph(model, found.graph, found.attributes, found.output)
-    known = _plain_state(model)
+    known = plain_state(model)
 
     def again(shapes: Sequence[tuple[int, ...]]) -> LayeredModel:
         pairs = zip(shapes, example.tensors, strict=True)
@@ -300,7 +305,7 @@ def _cut(model: nn.Module, example: Example, found: Exported, reason: str) -> La
         return _exported(model, replace(example, tensors=tensors), reason)
 
     def of(other: nn.Module) -> LayeredModel | None:
-        return _cut(other, example, found, reason) if _plain_state(other) == known else None
+        return _cut(other, example, found, reason) if plain_state(other) == known else None
 
     return replace(
         layers,
@@ -310,20 +315,6 @@ def _cut(model: nn.Module, example: Example, found: Exported, reason: str) -> La
         again=again,
         of=None if found.holds_tensors else of,
     )
-
-
-def _plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Numbers and texts of a model's modules, on which its calls may depend, and its tensors."""
-    state: dict[tuple[str, str], Any] = {}
-    for path, part in model.named_modules():
-        state[path, ""] = type(part)
-        for name, value in vars(part).items():
-            if isinstance(value, bool | int | float | str | tuple | None):
-                state[path, name] = repr(value)
-        for name, one in [*part._parameters.items(), *part._buffers.items()]:
-            if one is not None:
-                state[path, name] = one.shape, one.dtype, one.requires_grad
-    return state
 
 
 def _capture_list(modules: list[nn.Module]) -> LayeredModel:

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import torch
 
 from stagewright.executor.capture.exported.exporting import Example
-from stagewright.executor.capture.layers import LayeredModel
 from stagewright.executor.measuring.whole_models import captured_by_size, check_capture
 from stagewright.executor.training.data.batches import (
     mapped_batch,
@@ -29,7 +28,12 @@ from stagewright.executor.training.data.batches import (
 )
 from stagewright.executor.training.losses import loss_of_run
 from stagewright.executor.training.ranks.launch import end_with_parent, may_fork
-from stagewright.executor.training.stages.initialise import OutlinedModel, free_bytes, outlined
+from stagewright.executor.training.stages.initialise import (
+    Model,
+    OutlinedModel,
+    free_bytes,
+    outlined,
+)
 from stagewright.executor.training.stages.partial_build import CannotBuild
 from stagewright.executor.training.training import Task
 from stagewright.formulations.plans.plan import PipelinePlan
@@ -58,23 +62,21 @@ def prepared(task: Task, tell: Callable[[str], None], *, captures: bool, is_chec
     """
     if not isinstance(task.plan, PipelinePlan):
         return task
+    ready = task
     try:
         first = apart(partial(_first_microbatch, task, task.plan), task.timeout_seconds)
-    except (InputError, Failed):
-        return task
-    if first.device != CPU:  # of which the launcher may hold no memory
-        captures = False
-        if is_checked and not may_fork():
-            is_checked = False
-            tell("a step was not compared with the model's own: the imports began threads or CUDA")
-    known = _captured(task, first) if captures else None
-    if is_checked:
-        like = None if known is None else known.captured
-        try:
-            apart(partial(_check, task, first, like), task.timeout_seconds)
-        except Failed as failure:
-            tell(f"a step was not compared with the model's own: {failure}")
-    return task if known is None else replace(task, model=known)
+        if first is None:
+            return task
+        if captures and first.device == CPU:  # a launcher that has begun CUDA could not be forked
+            ready = replace(task, model=_captured(task, first))
+        if is_checked and first.device != CPU and not may_fork():  # nor may it hold its memory
+            raise Failed("the imports began threads or CUDA")
+        if is_checked:
+            apart(partial(_check, ready, first), task.timeout_seconds)
+    except Failed as failure:
+        if is_checked:
+            tell(f"a step of the captured layers was not compared with the model's own: {failure}")
+    return ready
 
 
 class Failed(Exception):  # noqa: N818 - it says what was not done
@@ -140,10 +142,14 @@ def failures() -> Iterator[None]:
         raise Failed(f"{type(error).__name__}: {reason}") from error
 
 
-def _first_microbatch(task: Task, plan: PipelinePlan) -> FirstMicrobatch:
-    inputs, targets = next(task.batches(0, 0))
+def _first_microbatch(task: Task, plan: PipelinePlan) -> FirstMicrobatch | None:
+    """None where the data are refused: they may be right for ranks that have joined."""
     replicas = plan.stages[0].replicas if task.has_own_samples else 1
-    samples = microbatch_samples(plan, tensors_of_batch("inputs", inputs), replicas) // replicas
+    try:
+        inputs, targets = next(task.batches(0, 0))
+        samples = microbatch_samples(plan, tensors_of_batch("inputs", inputs), replicas) // replicas
+    except InputError:
+        return None
     inputs, targets = (
         mapped_batch(one, lambda each: each[:samples].clone()) for one in (inputs, targets)
     )
@@ -157,8 +163,8 @@ def _types(task: Task) -> tuple[torch.dtype, torch.dtype | None]:
     return (torch.float32 if autocast else task.dtype or torch.float32), autocast
 
 
-def _captured(task: Task, first: FirstMicrobatch) -> OutlinedModel | None:
-    """The model made and captured without data; None if that cannot be."""
+def _captured(task: Task, first: FirstMicrobatch) -> Callable[[], Model]:
+    """The model made and captured without data, or as it was if that cannot be."""
     dtype, autocast = _types(task)
     given, signature = typed_inputs(first.inputs, dtype)
     _, takes_loss = loss_of_run(task.loss, first.inputs)
@@ -166,10 +172,10 @@ def _captured(task: Task, first: FirstMicrobatch) -> OutlinedModel | None:
     try:
         return outlined(task.model, task.seed, example, evaluates=task.evaluation is not None)
     except (CannotBuild, InputError):
-        return None
+        return task.model
 
 
-def _check(task: Task, first: FirstMicrobatch, like: LayeredModel | None) -> None:
+def _check(task: Task, first: FirstMicrobatch) -> None:
     is_apart = multiprocessing.parent_process() is not None
     if (
         is_apart and first.device == CPU
@@ -188,7 +194,7 @@ def _check(task: Task, first: FirstMicrobatch, like: LayeredModel | None) -> Non
         device=first.device,
         dtype=dtype,
         autocast=autocast,
-        like=like,
+        like=task.model.captured if isinstance(task.model, OutlinedModel) else None,
     )
     check_capture(
         task.model,
