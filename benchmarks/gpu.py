@@ -175,14 +175,15 @@ def measured(step: Callable[[], Any], device: torch.device) -> Measured:
     taken = []
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    for _ in range(WARM_UP + STEPS):
+    warm_up, steps = (WARM_UP, STEPS) if device.type == "cuda" else (1, 2)
+    for _ in range(warm_up + steps):
         began = perf_counter()
         step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         taken.append(perf_counter() - began)
     peak = torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None
-    return Measured(median(taken[WARM_UP:]), peak)
+    return Measured(median(taken[warm_up:]), peak)
 
 
 def tables(quick: bool) -> Iterator[Table]:
@@ -289,12 +290,12 @@ def _in_stages(problem: PipelineProblem, count: int) -> PipelinePlan:
 
 
 def vision(quick: bool) -> Workload:
-    """ResNet-50 in float32."""
+    """ResNet-50, or 18, in float32."""
 
     def build() -> nn.Module:
         from torchvision import models
 
-        return models.resnet50(num_classes=CLASSES)
+        return (models.resnet18 if quick else models.resnet50)(num_classes=CLASSES)
 
     def batch(samples: int) -> Any:
         pixels = 32 if quick else PIXELS
@@ -329,7 +330,8 @@ def windows(quick: bool) -> Table:
         both = [1e3 * work.carried_out(plan, device, graph=graph).seconds for graph in ways]
         rows.append((what, *both, *[nan] * (2 - len(both))))
     title = (
-        f"ResNet-50 of {len(chain)} layers on one {name}: {work.samples} images, float32, SGD; an "
+        f"{'ResNet-18' if quick else 'ResNet-50'} of {len(chain)} layers on one {name}: "
+        f"{work.samples} images, float32, SGD; an "
         "iteration, with a stage per layer"
     )
     return Table("gpu-windows", title, ("window", "ms", "as a CUDA graph, ms"), tuple(rows))
