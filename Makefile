@@ -9,7 +9,7 @@ TORCHVISION := 0.28.0
 # The tests start many processes; without bytecode each of them compiles the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test test-real campaign durations check audit unused docs bench lock clean
+.PHONY: demo serve test test-real campaign durations check audit unused docs gpu bench lock clean
 
 demo: $(READY)  ## plan models, then train one by its plan; pictures in demo-output/
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
@@ -47,6 +47,9 @@ unused: $(READY)  ## modules and definitions that no command, public name or req
 
 docs: $(READY)  ## the documentation as a site that needs no network: build/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+gpu: $(READY)  ## on a machine with a GPU, in 8 minutes: tests and measurements, into build/gpu
+	$(BIN)/python -m benchmarks.on_gpu build/gpu
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks

@@ -42,6 +42,13 @@ MIXTURE = models.Architecture(
     "mixture", 6, 2048, 151_936, models.GroupedAttention(32, 4, 64), models.FeedForward(768),
     experts=models.Experts(128, 8, 768),
 )  # fmt: skip
+MODELS = (LLAMA, MIXTURE)
+_SMALL: dict[str, Any] = {"hidden": 64, "layers": 2, "vocabulary": 512}
+_SMALL["attention"] = models.GroupedAttention(4, 2, 16)
+TINY = (
+    replace(LLAMA, **_SMALL, feed_forward=models.FeedForward(128)),
+    replace(MIXTURE, **_SMALL, experts=models.Experts(8, 2, 32)),
+)
 LAYOUTS = {"llama": ("b1", "b2", "b4", "b4 full"), "mixture": ("b1", "b4 full", "b2", "b4")}
 RUN = r"""#!/bin/bash
 # Writes everything to $OUT as soon as it is known; a step that fails or hangs ends alone.
@@ -59,7 +66,7 @@ time_layers() { step 70 python3 "anchor_$1.py" "$OUT/measured-$1$2.json" --round
 
 
 def write_folder(
-    folder: Path, of: tuple[models.Architecture, ...] = (LLAMA, MIXTURE), sequence: int = 4096
+    folder: Path, of: tuple[models.Architecture, ...] = MODELS, sequence: int = 4096
 ) -> None:
     """The scripts of anchor, the loop, and ``run.sh``, which runs them within limits of time."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -77,28 +84,28 @@ def write_folder(
     (folder / "run.sh").write_text(RUN + "\n".join([*lines, *compiled]) + "\n")
 
 
+def run_folder(folder: Path, *, quick: bool) -> None:
+    """Run the scripts of a folder, in which they write what they measure."""
+    here = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    given = [f"OUT={folder}", f"PATH={here}", "LIMIT=200", "bash", str(folder / "run.sh")]
+    tiny = ["OMP_NUM_THREADS=1", "ROUNDS=2", "STEPS=2"] if quick else []
+    subprocess.run(["env", *tiny, *given], check=True)
+
+
 def tables(_: bool = False) -> Iterator[Table]:
     """Seconds and peak bytes of every loop of the runs, or of tiny models on this machine."""
     if FOLDER in os.environ:
-        yield from _tables(Path(os.environ[FOLDER]))
+        yield from tables_of(Path(os.environ[FOLDER]))
         return
-    small: dict[str, Any] = {"hidden": 64, "layers": 2, "vocabulary": 512}
-    small["attention"] = models.GroupedAttention(4, 2, 16)
-    tiny = (
-        replace(LLAMA, **small, feed_forward=models.FeedForward(128)),
-        replace(MIXTURE, **small, experts=models.Experts(8, 2, 32)),
-    )
     with TemporaryDirectory() as name:
         folder = Path(name)
-        write_folder(folder, tiny, 64)
-        here = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        given = ["OMP_NUM_THREADS=1", "ROUNDS=2", "STEPS=2", "LIMIT=240"]
-        given += [f"OUT={name}", f"PATH={here}", "bash", str(folder / "run.sh")]
-        subprocess.run(["env", *given], check=True)
-        yield from _tables(folder)
+        write_folder(folder, TINY, 64)
+        run_folder(folder, quick=True)
+        yield from tables_of(folder)
 
 
-def _tables(folder: Path) -> Iterator[Table]:
+def tables_of(folder: Path) -> Iterator[Table]:
+    """The tables of what a folder's scripts have written."""
     rows = [json.loads(line) for line in (folder / "loops.jsonl").read_text().splitlines()]
     timed = [read_timed_layers(path) for path in sorted(folder.glob("measured-*.json"))]
     for is_compiled in (False, True):

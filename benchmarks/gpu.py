@@ -7,9 +7,10 @@ one process, one after another.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from math import nan
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -92,8 +93,8 @@ class Workload:
         cluster = uniform_servers(1, 1, Link(1e12), memory_bytes=1e12, kind=kind)
         return PipelineProblem(chain, cluster, self.microbatches)
 
-    def carried_out(self, plan: PipelinePlan, device: torch.device, **options: Any) -> float:
-        """Seconds of an iteration of a plan."""
+    def carried_out(self, plan: PipelinePlan, device: torch.device, **options: Any) -> "Measured":
+        """An iteration of a plan."""
         batch = self.batch(self.samples * self.microbatches)
         inputs, targets = pair(batch, has_loss=not self.takes_loss)
         dtype = self.autocast or torch.float32
@@ -101,11 +102,13 @@ class Workload:
             plan, self.make, None, self.optimizer,
             example=inputs, dtype=dtype, device=device, **options,
         )  # fmt: skip
-        return seconds(lambda: executor.step(inputs, targets), device)
+        return measured(lambda: executor.step(inputs, targets), device)
 
-    def plain(self, device: torch.device) -> float:
-        """Seconds of an iteration of the plain loop over microbatches."""
+    def plain(self, device: torch.device, *, compiled: bool = False) -> "Measured":
+        """An iteration of the plain loop over microbatches."""
         model = self.make().to(device)
+        if compiled:  # for a CPU it would build C++ for longer than all else takes
+            model.compile(backend="inductor" if device.type == "cuda" else "eager")
         optimizer = self.optimizer(model.parameters())
         pieces = cut(_on(device, self.batch(self.samples * self.microbatches)), self.microbatches)
 
@@ -120,7 +123,7 @@ class Workload:
             optimizer.step()
             torch.stack(losses).sum().item()
 
-        return seconds(step, device)
+        return measured(step, device)
 
     def captured(self, device: torch.device) -> float:
         """Seconds of a whole step as one CUDA graph, with the mini-batch in fixed memory."""
@@ -151,7 +154,7 @@ class Workload:
             graph.replay()
             loss.item()
 
-        return seconds(replay, device)
+        return measured(replay, device).seconds
 
 
 def _on(device: torch.device, batch: Any) -> Any:
@@ -160,27 +163,45 @@ def _on(device: torch.device, batch: Any) -> Any:
     return tuple(one.to(device) for one in batch)
 
 
-def seconds(step: Callable[[], Any], device: torch.device) -> float:
+class Measured(NamedTuple):
+    """The seconds of a step, and the most gigabytes that torch allocated on a GPU."""
+
+    seconds: float
+    gigabytes: float | None
+
+
+def measured(step: Callable[[], Any], device: torch.device) -> Measured:
     """The median of several steps, each until the device is done."""
     taken = []
-    for _ in range(WARM_UP + STEPS):
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    warm_up, steps = (WARM_UP, STEPS) if device.type == "cuda" else (1, 2)
+    for _ in range(warm_up + steps):
         began = perf_counter()
         step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         taken.append(perf_counter() - began)
-    return median(taken[WARM_UP:])
+    peak = torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None
+    return Measured(median(taken[warm_up:]), peak)
 
 
 def tables(quick: bool) -> Iterator[Table]:
-    """Both tables; none without a GPU."""
+    """All tables; none without a GPU."""
     if not torch.cuda.is_available():
         print("gpu: there is no GPU; nothing is measured")
         return
+    yield pipelines("GPT-2", language, quick)
+    yield pipelines("Llama", llama, quick)
+    yield windows(quick)
+
+
+def device_here() -> tuple[torch.device, str]:
+    """The GPU, or the CPU where there is none, and its name."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), "CPU"
     device = torch.device("cuda", torch.cuda.current_device())
-    name = torch.cuda.get_device_name(device)
-    yield pipelines(language(quick), device, name)
-    yield windows(vision(quick), device, name)
+    return device, torch.cuda.get_device_name(device)
 
 
 # Pipelines on the GPU
@@ -205,31 +226,56 @@ def language(quick: bool) -> Workload:
     return Workload(build, batch, 8, MICROBATCHES, ADAM, torch.bfloat16)
 
 
-def pipelines(work: Workload, device: torch.device, name: str) -> Table:
+def llama(quick: bool) -> Workload:
+    """Of the sizes of Llama 3.2 1B, in mixed precision."""
+    hidden, layers, tokens, sequence = (64, 2, 64, 32) if quick else (2048, 16, 128_256, 2048)
+    build = hugging_face(
+        *("LlamaForCausalLM", "LlamaConfig"),
+        **{"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": tokens},
+    )
+
+    def batch(samples: int) -> Any:
+        shown = torch.randint(tokens, (samples, sequence), generator=torch.Generator())
+        return {"input_ids": shown, "labels": shown.clone()}
+
+    return Workload(build, batch, 2, MICROBATCHES, ADAM, torch.bfloat16)
+
+
+def pipelines(model: str, of: Callable[[bool], Workload], quick: bool) -> Table:
     """An iteration of plans that have all stages on the GPU, microbatch by microbatch."""
+    work, (device, name) = of(quick), device_here()
     chain = work.profiled(device)
     problem = work.problem(chain)
     planned = stagewright.plan(chain, problem.cluster, work.microbatches, "dp").plan
     assert planned is not None
     assert planned.predicted is not None
-    predicted, base = planned.predicted.iteration_seconds, work.plain(device)
-    rows: list[tuple[object, ...]] = [("plain loop", 1e3 * base, 1.0, "", "")]
+    predicted = planned.predicted.iteration_seconds
+    (memory,) = planned.predicted.peak_memory_bytes.values()
+    base, memory = work.plain(device), memory / 1e9
+    compiled = work.plain(device, compiled=True)
+    rows: list[tuple[object, ...]] = [
+        (what, 1e3 * one.seconds, one.seconds / base.seconds, None, None, one.gigabytes, None)
+        for what, one in (("plain loop", base), ("the same, torch.compile", compiled))
+    ]
     for count in (1, 4):
-        taken = work.carried_out(_in_stages(problem, count), device)
-        rows.append(
-            (f"{count} on the GPU", 1e3 * taken, taken / base, 1e3 * predicted, taken / predicted)
-        )
+        taken, peak = work.carried_out(_in_stages(problem, count), device)
+        times = (1e3 * taken, taken / base.seconds, 1e3 * predicted, taken / predicted)
+        rows.append((f"{count} on the device", *times, peak, memory))
     title = (
-        f"GPT-2 of {len(chain)} layers on one {name}: {work.microbatches} microbatches of "
-        f"{work.samples} x {SEQUENCE} tokens, bfloat16, AdamW"
+        f"{model} of {len(chain)} layers on one {name}: {work.microbatches} microbatches of "
+        f"{work.samples} samples, bfloat16, AdamW"
     )
-    columns = ("stages", "ms", "/ plain", "predicted, ms", "measured / predicted")
-    return Table("gpu-pipelines", title, columns, tuple(rows))
+    times = ("ms", "/ plain", "predicted, ms", "measured / predicted")
+    columns = ("stages", *times, "allocated, GB", "predicted, GB")
+    name = "gpu-llama" if model == "Llama" else "gpu-pipelines"
+    return Table(name, title, columns, tuple(rows))
 
 
 def _in_stages(problem: PipelineProblem, count: int) -> PipelinePlan:
     """Microbatch by microbatch: forwards through all stages, then backwards."""
-    layers, stages = len(problem.chain), range(count)
+    layers, stages = len(problem.chain), range(min(count, len(problem.chain)))
+    count = len(stages)
     sizes = [layers * (s + 1) // count - layers * s // count for s in stages]
     row = [
         Action(s, kind, m)
@@ -244,12 +290,12 @@ def _in_stages(problem: PipelineProblem, count: int) -> PipelinePlan:
 
 
 def vision(quick: bool) -> Workload:
-    """ResNet-50 in float32."""
+    """ResNet-50, or 18, in float32."""
 
     def build() -> nn.Module:
         from torchvision import models
 
-        return models.resnet50(num_classes=CLASSES)
+        return (models.resnet18 if quick else models.resnet50)(num_classes=CLASSES)
 
     def batch(samples: int) -> Any:
         pixels = 32 if quick else PIXELS
@@ -260,8 +306,9 @@ def vision(quick: bool) -> Workload:
     return Workload(build, batch, 4 if quick else 64, 1, SGD, None)
 
 
-def windows(work: Workload, device: torch.device, name: str) -> Table:
+def windows(quick: bool) -> Table:
     """A window with weight gradients in place or at the end, in one stream or two, as a graph."""
+    work, (device, name) = vision(quick), device_here()
     chain = work.profiled(device)
     problem = work.problem(_with_shares(chain))
     usual, late = _between_losses(problem, late=False), _between_losses(problem, late=True)
@@ -276,13 +323,15 @@ def windows(work: Workload, device: torch.device, name: str) -> Table:
         "W last, in the sub-stream": in_two_streams(late),
         f"planner ooo, shares of {SHARE:.0%}": best,
     }
-    base, whole = work.plain(device), work.captured(device)
+    ways = (False, True) if device.type == "cuda" else (False,)
+    base, whole = work.plain(device).seconds, work.captured(device) if True in ways else nan
     rows: list[tuple[object, ...]] = [("plain loop", 1e3 * base, 1e3 * whole)]
     for what, plan in plans.items():
-        taken = [1e3 * work.carried_out(plan, device, graph=graph) for graph in (False, True)]
-        rows.append((what, *taken))
+        both = [1e3 * work.carried_out(plan, device, graph=graph).seconds for graph in ways]
+        rows.append((what, *both, *[nan] * (2 - len(both))))
     title = (
-        f"ResNet-50 of {len(chain)} layers on one {name}: {work.samples} images, float32, SGD; an "
+        f"{'ResNet-18' if quick else 'ResNet-50'} of {len(chain)} layers on one {name}: "
+        f"{work.samples} images, float32, SGD; an "
         "iteration, with a stage per layer"
     )
     return Table("gpu-windows", title, ("window", "ms", "as a CUDA graph, ms"), tuple(rows))
