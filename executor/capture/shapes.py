@@ -153,17 +153,14 @@ def require_tensors(
     device: torch.device,
     dtype: torch.dtype | None,
 ) -> None:
-    """Refuse layers, with parameters of type ``dtype``, that hand on something else than tensors.
-
-    What comes after a layer that fails on tensors without data is left to `propagate`.
-    """
+    """Refuse layers, with parameters of ``dtype``, that hand on something else than tensors."""
 
     def forward() -> None:
         values = tuple(_fake(one, device) for one in inputs)
         for layer in layers:
             try:
                 values = layer.module(*values)
-            except Exception:  # of the layer's code, of any kind
+            except Exception:  # of the layer's code: left to `propagate`
                 return
             other = [type(one).__name__ for one in values if not isinstance(one, Tensor)]
             if other:
