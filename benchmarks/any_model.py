@@ -1,187 +1,304 @@
-"""Models that were written elsewhere: captured, profiled, planned, and trained as in a plain loop.
+"""Models that were written elsewhere: captured, and trained in two stages.
 
-``python -m benchmarks any_model [--quick]``. Every model is profiled by both ranks at once, planned
-and checked, and trained by each plan in gloo processes of one thread, in float64. `plain_loop`
-trains it beside. The timed plan is the pipeline of two stages.
+``python -m benchmarks any_model [--quick]``. Each model is captured and trained in two stages by
+us, and by torch's ``pipeline()`` split at about half, in processes of their own; a plain loop of
+the same steps is beside both. What is known is kept in ``build/any-model.jsonl``, so that a run
+that was ended goes on there.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import json
+import multiprocessing
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.progress import track
+from torch import Tensor, fx, nn
+from torch.distributed.pipelining import SplitPoint, pipeline
 
-import stagewright
-from benchmarks.any_models import MODELS, TRACKING, AnyModel
-from benchmarks.plain_loop import difference, loop
-from benchmarks.ranks import CPU, on_ranks
+from benchmarks.any_models import AnyModel
+from benchmarks.any_zoo import ZOO
+from benchmarks.plain_loop import cut, difference, loop, own_loss
+from benchmarks.ranks import CPU
 from benchmarks.report import Table
 from stagewright.executor.capture.layers import LayeredModel
-from stagewright.executor.measuring.compare import compare
-from stagewright.executor.measuring.links import MeasuringMachine, describe, measure_links
-from stagewright.executor.measuring.profiling import measure_layers
-from stagewright.executor.measuring.whole_models import captured_by_size
+from stagewright.executor.measuring.whole_models import captured_by_size, check_capture
 from stagewright.executor.training.data.passes import pair
-from stagewright.executor.training.losses import cross_entropy, own_loss
+from stagewright.executor.training.losses import loss_of_run
 from stagewright.executor.training.runtime import Executor
-from stagewright.formulations.checking.check import require_valid
-from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.formulations.plans.plan import PipelinePlan
-from stagewright.formulations.schedules.published.kinds import ScheduleChoice
-from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers
-from stagewright.graphs.models.chain import Chain
-from stagewright.solvers.planners.steps.proposal import Choices
+from stagewright.formulations.plans.plan import PipelinePlan, Schedule, ScheduledAction, Stage
+from stagewright.graphs.documents.errors import InputError
 
-MICROBATCHES, SAMPLES, STEPS, TIMED = 4, 4, 3, 12
+MICROBATCHES, SAMPLES, STEPS = 4, 4, 3
 QUICK_MODELS = ("gpt2", "u-net")
 DTYPE = torch.float64
+SETTINGS: dict[str, Any] = {"device": CPU, "dtype": DTYPE, "autocast": None}
+LIMIT_SECONDS = 150.0
+KEPT = Path(__file__).parents[1] / "build" / "any-model.jsonl"
+SHOWN = 110  # characters of a reason
+PACKAGES = ("transformers", "torchvision")
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """A plan of ``planner`` for so many ``devices`` in ``servers``."""
+class Trial:
+    """A model trained ``by`` "plan" or by "torch": its difference from the plain loop, or why not.
 
-    name: str
-    devices: int
-    planner: str = "order"
-    schedule: str = "1f1b"
-    servers: int = 1
+    ``layers`` are those that were captured, and how.
+    """
 
-    def plan(self, chain: Chain, cluster: Cluster) -> PipelinePlan:
-        """The plan, checked."""
-        choices = Choices(order=ScheduleChoice(self.schedule)) if self.planner == "order" else None
-        found = stagewright.plan(chain, cluster, MICROBATCHES, self.planner, 5.0, choices=choices)
-        assert found.plan is not None
-        require_valid(PipelineProblem(chain, cluster, MICROBATCHES), found.plan)
-        return found.plan
-
-
-PIPELINE = Layout("2 stages", 2)
-ON_TWO = (PIPELINE, Layout("2, ZB-H1", 2, schedule="zb-h1"))
-ON_FOUR = (Layout("4 stages", 4), Layout("2 x 2", 4, planner="hetpipe", servers=2))
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """By one plan: the difference from the plain loop; measured / predicted, if it was timed."""
-
-    difference: float
-    ratio: float | None
+    model: str
+    by: str
+    layers: str | None = None
+    apart: float | None = None
+    why: str = ""
 
 
 def layers_of(one: AnyModel) -> LayeredModel:
     """The captured model."""
-    (batch,) = one.batches(SAMPLES, 1, DTYPE)
+    batch = next(one.batches(SAMPLES, 1, DTYPE))
     takes_loss = isinstance(batch, dict)
-    inputs = batch if takes_loss else batch[0]
     found = captured_by_size(
-        one.make, inputs, [SAMPLES], takes_loss, device=CPU, dtype=DTYPE, autocast=None
+        one.make,
+        batch if takes_loss else batch[0],
+        [SAMPLES],
+        takes_loss,
+        **SETTINGS,
     )
     return found[SAMPLES]
-
-
-def profiled(one: AnyModel) -> Chain:
-    """The measured layers."""
-    (batch,) = one.batches(SAMPLES, 1, DTYPE)
-    takes_loss = isinstance(batch, dict)
-    return measure_layers(
-        {SAMPLES: layers_of(one)},
-        pair(batch, has_loss=not takes_loss),
-        (SAMPLES,),
-        machine=MeasuringMachine(CPU),
-        loss=own_loss if takes_loss else cross_entropy,
-        optimizer=_optimizer(one),
-    )
 
 
 def _optimizer(one: AnyModel) -> Any:
     return partial(torch.optim.SGD, lr=one.lr, momentum=0.9)
 
 
-def trained(rank: int, name: str, layouts: Sequence[Layout]) -> list[Trained | None]:
-    """What each layout's plan comes to; known on rank 0."""
-    one = MODELS[name]
-    dist.barrier()
-    chain = profiled(one)
-    if dist.get_world_size() == 2:
-        cluster = describe(measure_links(CPU), CPU)
-    else:  # more ranks than cores: nothing is timed
-        servers = max(layout.servers for layout in layouts)
-        kind = chain.layers[0].costs[0].device_kind
-        width = dist.get_world_size() // servers
-        cluster = uniform_servers(servers, width, Link(1e9), Link(1e9), kind=kind)
-    return [_by(rank, one, layout, chain, cluster) for layout in layouts]
+def _batches(one: AnyModel) -> list[Any]:
+    return list(one.batches(SAMPLES * MICROBATCHES, STEPS, DTYPE))
 
 
-def _by(rank: int, one: AnyModel, layout: Layout, chain: Chain, cluster: Cluster) -> Trained | None:
-    plans: list[PipelinePlan | None] = [layout.plan(chain, cluster) if rank == 0 else None]
-    dist.broadcast_object_list(plans)
-    plan = plans[0]
-    assert plan is not None
-    batches = list(one.batches(SAMPLES * MICROBATCHES, STEPS, DTYPE))
-    pairs = [pair(batch, has_loss=not isinstance(batch, dict)) for batch in batches]
-    is_timed = layout == PIPELINE
+def _expected(one: AnyModel) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    """The state of the plain loop, and that before it."""
+    model = one.make()
+    looped = loop(model, _batches(one), MICROBATCHES, _optimizer(one), loss=one.loss)
+    return looped.state, one.make().state_dict()
+
+
+# --- By plans ------------------------------------------------------------------------------------
+
+
+def by_plan(one: AnyModel) -> tuple[str, float]:
+    """How it is captured, and the difference from the plain loop of two stages of its layers.
+
+    A step is compared with the model's own first, as the command `profile` does.
+    """
+    batch = next(one.batches(SAMPLES, 1, DTYPE))
+    inputs = batch if isinstance(batch, dict) else batch[0]
+    loss, takes_loss = loss_of_run(one.loss, inputs)
+    layered = layers_of(one)
+    check_capture(
+        *(one.make, layered, pair(batch, has_loss=not takes_loss), SAMPLES, loss, takes_loss),
+        **SETTINGS,
+    )
+    pairs = [pair(batch, has_loss=not takes_loss) for batch in _batches(one)]
     executor = Executor(
-        plan, one.make(), None, _optimizer(one), example=pairs[0][0], dtype=DTYPE, trace=is_timed
+        two_stages(len(layered)),
+        one.make(),
+        one.loss,
+        _optimizer(one),
+        example=pairs[0][0],
+        dtype=DTYPE,
     )
     for inputs, targets in pairs:
         executor.step(inputs, targets)
     state = executor.parameters_on_first_rank()
-    ratio = _ratio(executor, plan, pairs) if is_timed else None
-    if state is None:
-        return None
-    model = one.make()
-    expected = loop(model, batches, MICROBATCHES, _optimizer(one))
-    return Trained(difference(state, expected.state, one.make().state_dict()), ratio)
+    assert state is not None
+    way = "exported" if layered.guards else "traced"
+    return f"{way}, {len(layered)}", difference(state, *_expected(one))
 
 
-def _ratio(executor: Executor, plan: PipelinePlan, pairs: Sequence[Any]) -> float | None:
-    """Measured / predicted seconds of an iteration, the median of those after the first."""
-    for turn in range(TIMED):
-        executor.step(*pairs[turn % len(pairs)])
-    trace = executor.trace_on_first_rank()
-    if trace is None:
-        return None
-    timed = replace(trace, steps=trace.steps[STEPS:])
-    return compare(plan, timed).iteration_seconds.ratio
+def two_stages(layers: int) -> PipelinePlan:
+    """Both on one device: a microbatch's forwards and backwards before those of the next."""
+    half = layers // 2
+    stages = (Stage((0, half), ("d0",)), Stage((half, layers), ("d0",)))
+    actions = [f"{of}{m}" for m in range(MICROBATCHES) for of in ("0F", "1F", "1B", "0B")]
+    times = tuple(
+        ScheduledAction("d0", action, float(i), i + 1.0) for i, action in enumerate(actions)
+    )
+    return PipelinePlan("", "given", "model", "d0", MICROBATCHES, stages, Schedule(times))
 
 
-def row(name: str) -> tuple[object, ...]:
-    """A model's line of the table."""
-    layered = layers_of(MODELS[name])
-    how = "exported" if layered.guards else "traced"
-    # Statistics that replicas track are each of their own microbatches.
-    on_four = ON_FOUR[:1] if name == TRACKING else ON_FOUR
-    every = [*ON_TWO, *on_four]
-    found = [
-        one
-        for layouts in (ON_TWO, on_four)
-        for one in on_ranks(layouts[0].devices, trained, name, layouts)[0]
-    ]
-    worst = max(one.difference for one in found)
-    verdict = f"{'yes' if worst <= MODELS[name].rounding else 'NO'}, {worst:.0e}"
-    names = "; ".join(layout.name for layout in every)
-    return name, f"{how}, {len(layered)} layers", names, verdict, found[0].ratio
+# --- By torch's own pipelines --------------------------------------------------------------------
+
+
+class OwnLoss(nn.Module):
+    """A model of which only the loss is asked, so that torch's stages pass on tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **keywords: Any) -> Tensor:
+        """The loss."""
+        return own_loss(self.model(**keywords))
+
+
+def half(model: nn.Module) -> str:
+    """The middle one of the longest list of blocks, or of the model's parts."""
+    lists = {
+        name: one
+        for name, one in model.named_modules()
+        if isinstance(one, nn.ModuleList | nn.Sequential) and len(one) > 1
+    }
+    if not lists:
+        return _middle(model)
+    name, longest = max(lists.items(), key=lambda one: _size(one[1]) * min(len(one[1]), 4))
+    return f"{name}.{_middle(longest)}".removeprefix(".")
+
+
+def _middle(module: nn.Module) -> str:
+    names = [name for name, _ in module.named_children()]
+    return names[len(names) // 2]
+
+
+def _size(module: nn.Module) -> int:
+    return sum(one.numel() for one in module.parameters())
+
+
+def by_torch(one: AnyModel) -> tuple[str, float, str]:
+    """Where it is split, its parameters' difference from the plain loop, and a reason.
+
+    The stages of a microbatch are called one after the other in this process.
+    """
+    batches, model = _batches(one), one.make()
+    has_own = isinstance(batches[0], dict)
+    at = half(model)
+    whole = OwnLoss(model) if has_own else model
+    first = next(one.batches(SAMPLES, 1, DTYPE))
+    split = {f"model.{at}" if has_own else at: SplitPoint.BEGINNING}
+    pipe = pipeline(whole, () if has_own else (first[0],), first if has_own else None, split)
+    if pipe.num_stages != 2:
+        raise RuntimeError(f"{pipe.num_stages} stages")
+    stages, of = pipe.split_gm, one.loss or nn.functional.cross_entropy
+    pipe.executor = fx.Interpreter(stages)  # its own detaches the stages from each other
+    stepping = _optimizer(one)(stages.parameters())
+    for batch in batches:
+        stepping.zero_grad()
+        for piece in cut(batch, MICROBATCHES):
+            output = pipe(**piece) if has_own else pipe(piece[0])
+            if isinstance(output, tuple) and len(output) == 1:
+                (output,) = output
+            loss = output if has_own else of(output, piece[1])
+            (loss / MICROBATCHES).backward()
+        stepping.step()
+    found = {
+        key.partition(".")[2]: value
+        for key, value in stages.named_parameters(remove_duplicate=False)
+    }
+    prefix = "model." if has_own else ""
+    own, why = {}, ""
+    for names in names_of(model):
+        copies = [found[f"{prefix}{one}"] for one in names if f"{prefix}{one}" in found]
+        own[names[0]] = copies[0]
+        if any(one is not copies[0] for one in copies):
+            why = f"{names[0]!r} and {names[1]!r} are one parameter, trained as two"
+    return at, difference(own, *({key: of[key] for key in own} for of in _expected(one))), why
+
+
+def names_of(model: nn.Module) -> list[list[str]]:
+    """All names of every parameter."""
+    found: dict[Tensor, list[str]] = {}
+    for name, one in model.named_parameters(remove_duplicate=False):
+        found.setdefault(one, []).append(name)
+    return list(found.values())
+
+
+# --- Rows ----------------------------------------------------------------------------------------
+
+
+def in_process(function: Callable[[AnyModel], Any], name: str) -> Any:
+    """What ``function`` of a model gives in a new process, or as a string why it gives nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "torch._dynamo", *PACKAGES])
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(send, function, name))
+    process.start()
+    send.close()
+    try:
+        if not receive.poll(LIMIT_SECONDS):
+            return f"no answer in {LIMIT_SECONDS:g} s"
+        return receive.recv()
+    except EOFError:
+        return "the process died"
+    finally:
+        process.kill()
+        process.join()
+
+
+def _answer(send: Any, function: Callable[[AnyModel], Any], name: str) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    try:
+        send.send(function(ZOO[name]))
+    except Exception as error:  # whatever a model or torch raises is the row's reason
+        text = " ".join(str(error).split())
+        send.send(text if isinstance(error, InputError) else f"{type(error).__name__}: {text}")
+
+
+WAYS = {"plan": by_plan, "torch": by_torch}
+
+
+def kept() -> dict[tuple[str, str], Trial]:
+    """What is known, by model and way; the last line of a model counts."""
+    lines = KEPT.read_text().splitlines() if KEPT.exists() else []
+    return {(one["model"], one["by"]): Trial(**one) for one in map(json.loads, lines)}
+
+
+def add(name: str, by: str) -> None:
+    """Train a model in one way, and keep what came of it."""
+    found = in_process(WAYS[by], name)
+    trial = Trial(name, by, why=found) if isinstance(found, str) else Trial(name, by, *found)
+    KEPT.parent.mkdir(exist_ok=True)
+    with KEPT.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(trial)) + "\n")
+
+
+def _cells(name: str, known: Mapping[tuple[str, str], Trial]) -> tuple[object, ...]:
+    """A line of the table."""
+    ours, theirs = known[name, "plan"], known[name, "torch"]
+    return (
+        *(name, ours.layers, _equal(ours), _short(ours.why)),
+        *(_equal(theirs), _short(theirs.why)),
+    )
+
+
+def _equal(trial: Trial) -> str:
+    if trial.apart is None:
+        return "no"
+    return f"{'yes' if trial.apart <= ZOO[trial.model].rounding else 'NO'}, {trial.apart:.0e}"
+
+
+def _short(reason: str) -> str:
+    return reason if len(reason) <= SHOWN else f"{reason[: SHOWN - 3]}..."
 
 
 def tables(quick: bool) -> Iterator[Table]:
     """The table."""
-    names = QUICK_MODELS if quick else tuple(MODELS)
-    rows = tuple(row(name) for name in track(names, "any model"))
-    packages = ", ".join(f"{name} {version(name)}" for name in ("transformers", "torchvision"))
+    names = QUICK_MODELS if quick else tuple(ZOO)
+    left = [(name, by) for by in WAYS for name in names if (name, by) not in kept()]
+    for name, by in track(left, "any model"):
+        add(name, by)
+    known = kept()
+    packages = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     title = (
         f"Models of {packages} and torch, small, without dropout: {STEPS} steps of "
-        f"{MICROBATCHES} microbatches of {SAMPLES} in float64, SGD with momentum, beside a plain "
-        "loop over the microbatches; the difference is the largest of a parameter or buffer of the "
-        "state dict in any of the plans, relative to what the steps have changed; measured / "
-        f"predicted: an iteration of 2 stages, median of {TIMED - 1}"
+        f"{MICROBATCHES} microbatches of {SAMPLES} in float64, SGD with momentum, in two stages "
+        "in one process, beside a plain loop over the microbatches; the difference is the largest "
+        "of a parameter or buffer of the state dict (torch's pipeline(): of a parameter), relative "
+        "to what the steps have changed"
     )
-    columns = (
-        *("model", "captured", "pipelines", "equal (largest difference)"),
-        "measured / predicted",
-    )
-    yield Table("any-model", title, columns, rows)
+    columns = ("model", "captured, layers", "equal", "why not", "torch's pipeline()", "why not")
+    yield Table("any-model", title, columns, tuple(_cells(name, known) for name in names))

@@ -20,7 +20,8 @@ class AnyModel:
     """``build()`` makes the module, ``draw(n, generator)`` a mini-batch of n samples.
 
     ``package`` is the one that the module needs, ``lr`` a rate at which SGD's loss stays finite,
-    ``rounding`` the most that orders of a sum change in float64, relative to what is learnt.
+    ``rounding`` the most that orders of a sum change in float64, relative to what is learnt, and
+    ``loss(output, targets)`` is that of pairs, if not cross-entropy.
     """
 
     name: str
@@ -29,6 +30,7 @@ class AnyModel:
     draw: Callable[[int, torch.Generator], Batch]
     lr: float = 0.05
     rounding: float = 1e-8
+    loss: Callable[..., Tensor] | None = None
 
     def make(self, dtype: torch.dtype = torch.float64) -> nn.Module:
         """The module with the parameters of seed 0."""
@@ -57,65 +59,65 @@ def _typed(batch: Batch, dtype: torch.dtype) -> Batch:
 # --- Mini-batches --------------------------------------------------------------------------------
 
 
-def _tokens(n: int, generator: torch.Generator, length: int = LENGTH) -> Tensor:
+def tokens(n: int, generator: torch.Generator, length: int = LENGTH) -> Tensor:
     return torch.randint(3, TOKENS, (n, length), generator=generator)
 
 
 def text(n: int, generator: torch.Generator) -> Batch:
     """Tokens, of which each is to be found from those before it."""
-    tokens = _tokens(n, generator)
-    return {"input_ids": tokens, "labels": tokens.clone()}
+    found = tokens(n, generator)
+    return {"input_ids": found, "labels": found.clone()}
 
 
 def _padded(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Tokens of various lengths, and their mask."""
     ends = torch.randint(LENGTH // 2, LENGTH + 1, (n, 1), generator=generator)
     mask = (torch.arange(LENGTH) < ends).long()
-    return _tokens(n, generator) * mask, mask
+    return tokens(n, generator) * mask, mask
 
 
-def _masked_text(n: int, generator: torch.Generator) -> Batch:
+def masked_text(n: int, generator: torch.Generator) -> Batch:
     """A third of the tokens is to be found; every microbatch has another number of them."""
-    tokens, mask = _padded(n, generator)
-    hidden = (torch.rand(tokens.shape, generator=generator) < 1 / 3) & (mask > 0)
+    words, mask = _padded(n, generator)
+    hidden = (torch.rand(words.shape, generator=generator) < 1 / 3) & (mask > 0)
     hidden[:, 0] = True
-    labels = tokens.masked_fill(~hidden, IGNORED)
-    return {"input_ids": tokens.masked_fill(hidden, 1), "attention_mask": mask, "labels": labels}
+    labels = words.masked_fill(~hidden, IGNORED)
+    return {"input_ids": words.masked_fill(hidden, 1), "attention_mask": mask, "labels": labels}
 
 
-def _translation(n: int, generator: torch.Generator) -> Batch:
-    tokens, mask = _padded(n, generator)
-    labels = _tokens(n, generator, LENGTH // 2)
-    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+def translation(n: int, generator: torch.Generator) -> Batch:
+    words, mask = _padded(n, generator)
+    labels = tokens(n, generator, LENGTH // 2)
+    return {"input_ids": words, "attention_mask": mask, "labels": labels}
 
 
-def _speech(n: int, generator: torch.Generator) -> Batch:
+def speech(n: int, generator: torch.Generator) -> Batch:
     sounds = torch.randn(n, 8, 40, generator=generator)
-    return {"input_features": sounds, "labels": _tokens(n, generator, LENGTH // 2)}
+    return {"input_features": sounds, "labels": tokens(n, generator, LENGTH // 2)}
 
 
-def _images(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def images(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     pixels = torch.randn(n, 3, IMAGE, IMAGE, generator=generator)
     return pixels, torch.randint(CLASSES, (n,), generator=generator)
 
 
-def _labelled(n: int, generator: torch.Generator) -> Batch:
-    pixels, labels = _images(n, generator)
+def labelled(n: int, generator: torch.Generator) -> Batch:
+    pixels, labels = images(n, generator)
     return {"pixel_values": pixels, "labels": labels}
 
 
-def _captioned(n: int, generator: torch.Generator) -> Batch:
-    pixels, _ = _images(n, generator)
-    return {"input_ids": _tokens(n, generator), "pixel_values": pixels, "return_loss": True}
+def captioned(n: int, generator: torch.Generator) -> Batch:
+    pixels, _ = images(n, generator)
+    return {"input_ids": tokens(n, generator), "pixel_values": pixels, "return_loss": True}
 
 
-def _segmented(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    pixels, _ = _images(n, generator)
+def segmented(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    pixels, _ = images(n, generator)
     return pixels, torch.randint(CLASSES, (n, IMAGE, IMAGE), generator=generator)
 
 
-def _classified(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    return _tokens(n, generator), torch.randint(CLASSES, (n,), generator=generator)
+def classified(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    return tokens(n, generator), torch.randint(CLASSES, (n,), generator=generator)
 
 
 # --- transformers --------------------------------------------------------------------------------
@@ -207,7 +209,7 @@ TRANSFORMERS = (
             *("BertForMaskedLM", "BertConfig"),
             **{**NARROW, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
         ),
-        _masked_text,
+        masked_text,
     ),
     AnyModel(
         "t5",
@@ -218,7 +220,7 @@ TRANSFORMERS = (
             **{"num_layers": 3, "num_decoder_layers": 3, "dropout_rate": 0.0},
             decoder_start_token_id=0,
         ),
-        _translation,
+        translation,
     ),
     AnyModel(
         "whisper",
@@ -231,15 +233,15 @@ TRANSFORMERS = (
             **{"max_source_positions": 20, "max_target_positions": 32, "pad_token_id": 0},
             **{"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
         ),
-        _speech,
+        speech,
     ),
     AnyModel(
         "vit",
         "transformers",
         hugging_face("ViTForImageClassification", "ViTConfig", **VISION, num_labels=CLASSES),
-        _labelled,
+        labelled,
     ),
-    AnyModel("clip", "transformers", _clip, _captioned),
+    AnyModel("clip", "transformers", _clip, captioned),
 )
 
 # --- torchvision ---------------------------------------------------------------------------------
@@ -259,7 +261,7 @@ def settled(model: nn.Module) -> nn.Module:
     return model
 
 
-def _vision(name: str, **options: Any) -> Callable[[], nn.Module]:
+def vision(name: str, **options: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         from torchvision import models
 
@@ -270,11 +272,11 @@ def _vision(name: str, **options: Any) -> Callable[[], nn.Module]:
 
 def _tracking() -> nn.Module:
     """ResNet-18 whose batch norms use and track the statistics of every microbatch."""
-    return _vision("resnet18")().train()
+    return vision("resnet18")().train()
 
 
 def _efficient() -> nn.Module:
-    return _vision("efficientnet_b0", dropout=0.0, stochastic_depth_prob=0.0)()
+    return vision("efficientnet_b0", dropout=0.0, stochastic_depth_prob=0.0)()
 
 
 def _swin() -> nn.Module:
@@ -302,13 +304,13 @@ def _vit_b() -> nn.Module:
 TRACKING = "resnet18-tracking"
 
 TORCHVISION = tuple(
-    AnyModel(name, "torchvision", build, _images, lr)
+    AnyModel(name, "torchvision", build, images, lr)
     for name, build, lr in (
-        ("resnet18", _vision("resnet18"), 0.01),
+        ("resnet18", vision("resnet18"), 0.01),
         (TRACKING, _tracking, 0.01),
-        ("resnet50", _vision("resnet50"), 0.0003),
-        ("densenet121", _vision("densenet121"), 0.01),
-        ("mobilenet-v3-small", _vision("mobilenet_v3_small", dropout=0.0), 0.01),
+        ("resnet50", vision("resnet50"), 0.0003),
+        ("densenet121", vision("densenet121"), 0.01),
+        ("mobilenet-v3-small", vision("mobilenet_v3_small", dropout=0.0), 0.01),
         ("efficientnet-b0", _efficient, 0.0003),
         ("vit-b-16", _vit_b, 0.01),
         ("swin-t", _swin, 0.01),
@@ -366,8 +368,8 @@ class UNet(nn.Module):
 
 
 TORCH = (
-    AnyModel("transformer-encoder", "torch", Encoding, _classified),
-    AnyModel("u-net", "torch", UNet, _segmented),
+    AnyModel("transformer-encoder", "torch", Encoding, classified),
+    AnyModel("u-net", "torch", UNet, segmented),
 )
 
 MODELS = {one.name: one for one in (*TRANSFORMERS, *TORCHVISION, *TORCH)}

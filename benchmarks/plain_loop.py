@@ -27,12 +27,14 @@ def loop(
     microbatches: int,
     optimizer: MakeOptimizer,
     shares: Sequence[Sequence[int]] = (),
+    loss: Callable[..., Tensor] | None = None,
 ) -> Looped:
     """Do a step for every mini-batch; ``model`` is trained in place.
 
     A mini-batch is a dict of keywords, of which the model returns the loss, or a pair (inputs,
-    targets) for cross-entropy. A step's gradient is the mean over its microbatches and, where
-    replicas divide each of them, over the ``shares`` of a microbatch: the samples of each replica.
+    targets) for ``loss``, by default cross-entropy. A step's gradient is the mean over its
+    microbatches and, where replicas divide each of them, over the ``shares`` of a microbatch: the
+    samples of each replica.
     """
     stepping, losses = optimizer(model.parameters()), []
     for batch in batches:
@@ -42,24 +44,30 @@ def loop(
             pieces = [taken(piece, rows) for piece in pieces for rows in shares]
         total = 0.0
         for piece in pieces:
-            loss = loss_of(model, piece) / len(pieces)
-            loss.backward()
-            total += loss.item()
+            share = loss_of(model, piece, loss) / len(pieces)
+            share.backward()
+            total += share.item()
         stepping.step()
         losses.append(total)
     return Looped(dict(model.state_dict()), tuple(losses))
 
 
-def loss_of(model: nn.Module, batch: Any) -> Tensor:
+def loss_of(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None = None) -> Tensor:
     """The loss of a whole batch."""
     if isinstance(batch, Mapping):
-        result = model(**batch)
-        if isinstance(result, tuple):  # of the logits and the loss
-            result = {"loss": result[1]}
-        loss: Tensor = result["loss"]
-        return loss
+        return own_loss(model(**batch))
     inputs, targets = batch
-    return nn.functional.cross_entropy(model(inputs), targets)
+    return (loss or nn.functional.cross_entropy)(model(inputs), targets)
+
+
+def own_loss(output: Any) -> Tensor:
+    """The loss in what a model returns: its entry, or the number of a tuple."""
+    if isinstance(output, Mapping):
+        found: Tensor = output["loss"]
+        return found
+    if isinstance(output, tuple) and not hasattr(output, "loss"):
+        return next(one for one in output if isinstance(one, Tensor) and one.numel() == 1)
+    return output if isinstance(output, Tensor) else output.loss
 
 
 def gradients(model: nn.Module, batch: Any) -> tuple[float, dict[str, Tensor | None]]:
@@ -100,17 +108,15 @@ def difference(
 ) -> float:
     """The largest difference between two states, by norm, relative to what training has changed.
 
-    It is infinite if names differ, or if a tensor has changed that should not. A parameter that
-    moves a millionth as far as the farthest, or less, is compared with that: where the exact
-    gradient is zero, as of an attention's key bias, rounding is all that there is.
+    It is infinite if names differ. A parameter that moves a millionth as far as the farthest, or
+    less, is compared with that: where the exact gradient is zero, as of an attention's key bias,
+    rounding is all that there is.
     """
     if found.keys() != expected.keys():
         return float("inf")
     moved = {name: _distance(one, before[name]) for name, one in expected.items()}
     least = 1e-6 * max(moved.values())
     apart = {name: _distance(one, found[name]) for name, one in expected.items()}
-    if any(apart[name] > 0 for name, far in moved.items() if far == 0):
-        return float("inf")
     return max(apart[name] / max(far, least) for name, far in moved.items())
 
 

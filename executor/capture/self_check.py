@@ -131,7 +131,12 @@ def _layers_step(captured: LayeredModel, step: ExampleStep) -> Compute:
         values = _leaves(step.inputs)
         with _cast(step):
             for layer in captured.layers:
-                outputs = layer.module(*values)
+                try:
+                    outputs = layer.module(*values)
+                except RuntimeError as error:  # such as a change of a leaf in place
+                    raise InputError(
+                        f"layer {layer.name!r} fails as the first of a stage: {error}"
+                    ) from error
                 runs.append((values, outputs))
                 values = _leaves(outputs)
             mean = _backward(step.loss(captured.result(values), step.targets))

@@ -317,9 +317,16 @@ def _run_or_whole(
         run,
         leaves=tuple(map(_outline, run.leaves)),
         outputs=tuple(map(_outline, run.outputs)),
-        parameters={name: _outline(one) for name, one in run.parameters.items()},
+        parameters={name: _trained(one) for name, one in run.parameters.items()},
         draws_again=draws_again,
     )
+
+
+def _trained(one: Tensor) -> Tensor:
+    """The outline of a parameter with a gradient: other values may use it, as of an expert."""
+    made = _outline(one)
+    made.grad = torch.empty_like(made)
+    return made
 
 
 def _outline(one: Tensor) -> Tensor:

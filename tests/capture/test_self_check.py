@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
 
 from stagewright.executor.capture.layers import LayeredModel  # noqa: E402
+from stagewright.executor.capture.shapes import propagate, values_of  # noqa: E402
 from stagewright.executor.measuring.whole_models import captured_by_size, check_capture  # noqa: E402
 from stagewright.executor.training.losses import cross_entropy, own_loss  # noqa: E402
 from stagewright.graphs.documents.errors import InputError  # noqa: E402
@@ -379,6 +380,13 @@ def test_what_is_different_between_stages_is_refused(act: Any) -> None:
         compare(make, layered, batch, takes_loss=False)
 
 
+def test_a_change_in_place_of_what_a_stage_receives_is_refused() -> None:
+    make, batch = seeded(lambda: Asking(lambda h, _: h.add_(1.0))), vectors()
+    layered = captured(make, batch, takes_loss=False)
+    with pytest.raises(InputError, match="layer 'asked' fails as the first of a stage: a leaf"):
+        compare(make, layered, batch, takes_loss=False)
+
+
 class Averaging(Net):
     """A buffer of which a forward makes the next value, to no use."""
 
@@ -410,3 +418,26 @@ def test_what_one_forward_keeps_for_the_next_is_compared(kind: Any, reason: str)
     layered = captured(make, batch, takes_loss=False)
     with pytest.raises(InputError, match=reason):
         compare(make, layered, batch, takes_loss=False)
+
+
+class Experts(nn.Module):
+    """Only the experts that a sample is sent to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(6, 3), nn.ModuleList(nn.Linear(6, 5) for _ in "abc")
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, chosen = self.router(x).max(-1)
+        out = x.new_zeros(len(x), 5)
+        for number in chosen.unique().tolist():
+            out[chosen == number] = self.experts[number](x[chosen == number])
+        return out * scores[:, None]
+
+
+def test_all_parameters_that_data_may_choose_are_trained() -> None:
+    batch = vectors()
+    layered = captured(seeded(lambda: nn.Sequential(Experts())), batch, takes_loss=False)
+    traces = propagate(layered.layers, values_of([batch[0].double()], 2), CPU, None)
+    trained = {name for one in traces for name in one.trained}
+    assert trained == {name for one in layered.layers for name, _ in one.module.named_parameters()}
