@@ -459,3 +459,35 @@ def test_computations_in_bfloat16_are_cast_as_the_model_s() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found, expected = run(layered, batch), model(**batch).loss
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+class InPlace(Words):
+    """Sums that change the result of a block, once, twice, or seen by a view of before."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(2)
+        self.kind = kind
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None, **_: Any) -> Any:
+        start = self.table(ids)
+        hidden = self.blocks[0](start)
+        seen = hidden.flatten(1) if self.kind == "a view" else None
+        hidden += start
+        if self.kind == "twice":
+            again = hidden.mul_(0.5)
+            hidden.add_(1.0)
+            hidden = hidden + again
+        if seen is not None:
+            hidden = hidden + seen.view_as(hidden)
+        hidden = self.blocks[1](hidden)
+        loss = F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("kind", ["once", "twice", "a view"])
+def test_sums_in_place_between_blocks(kind: str) -> None:
+    layered = assert_same(InPlace(kind), words(1))
+    parts = [part for layer in layered.layers for part in layer.module.modules()]
+    graphs = [part.graph for part in parts if isinstance(part, torch.fx.GraphModule)]
+    targets = [str(n.target) for graph in graphs for n in graph.nodes if n.op == "call_function"]
+    assert ("aten.add_.Tensor" in targets) == (kind == "a view")

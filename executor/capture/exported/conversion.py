@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
 
 from stagewright.executor.capture.exported.whole_calls import OPERATOR, Called, WholeCall
@@ -87,6 +88,7 @@ class _Conversion:
         self._calls = {call.number: call for call in calls}
         self._graph = fx.Graph()
         self._made: dict[fx.Node, Any] = {}
+        self._same: dict[fx.Node, list[fx.Node]] = {}  # nodes of one tensor, changed in place
         self._attributes: dict[str, Any] = {}
 
     def result(self, output: Callable[[Sequence[Tensor]], Any]) -> Exported:
@@ -139,7 +141,31 @@ class _Conversion:
             return self._dropout(node)
         if name in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
             return self._region(node, name)
-        return self._with_meta(self._graph.node_copy(node, self._made.__getitem__), node)
+        made = self._with_meta(self._graph.node_copy(node, self._made.__getitem__), node)
+        if _changes_first(node):
+            self._make_anew(node, made)
+        return made
+
+    def _make_anew(self, node: fx.Node, made: fx.Node) -> None:
+        """Make a new tensor where ``node`` changes its first argument, if nobody else sees that.
+
+        A layer changes none of its inputs: that may be a leaf, or be read by other layers.
+        """
+        changed = cast(fx.Node, node.args[0])
+        kept = changed.op != "call_function" or _is_view(changed)  # of the model, or of another
+        if kept or (_changes_first(changed) and changed not in self._same):
+            return
+        same = self._same.get(changed, [changed])
+        if any(_is_view(user) and user < node for one in same for user in one.users):
+            return
+        name, _, overload = str(node.target).removeprefix("aten.").partition(".")
+        plain = getattr(getattr(torch.ops.aten, name.removesuffix("_"), None), overload, None)
+        if plain is None:
+            return
+        made.target = plain
+        same.append(node)
+        for one in same:
+            self._same[one], self._made[one] = same, made
 
     def _call(self, node: fx.Node) -> list[fx.Node]:
         """A call of the user's module; its tensors."""
@@ -189,6 +215,22 @@ class _Conversion:
     def _with_meta(made: fx.Node, node: fx.Node) -> fx.Node:
         made.meta["val"] = node.meta.get("val")
         return made
+
+
+def _changes_first(node: fx.Node) -> bool:
+    """Whether an operator of torch's own changes its first argument, and returns it."""
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
+        return False
+    written = [one.alias_info and one.alias_info.is_write for one in node.target._schema.arguments]
+    return bool(written) and bool(written[0]) and not any(written[1:])
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether an operator may return memory of another tensor."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    returned = [one.alias_info for one in node.target._schema.returns]
+    return any(one is not None and not one.is_write for one in returned)
 
 
 def _entering(kind: str, settings: Sequence[Any]) -> Callable[[], Any]:
