@@ -68,6 +68,11 @@ def shown(frame: FrameType) -> str:
     return f"{_spelled(frame, frame.f_lineno)} ({source})"
 
 
+def unchecked(line: str) -> str:
+    """What is said of a check that counts as passed."""
+    return f"not checked: {line}"
+
+
 def passing(frame: FrameType) -> bool | None:
     """The truth value with which a check at ``frame`` passes.
 

@@ -1,8 +1,6 @@
 """The values between layers: shapes, types, and which get a gradient; on fake tensors.
 
-Modules that cannot run on tensors without data: they are run on tensors with values.
-
-Their path depends on values, or a kernel has no rule for shapes alone, or another than it obeys.
+Modules whose path depends on values, or whose kernels have no rule for shapes, are given values.
 """
 
 import logging
@@ -155,17 +153,14 @@ def require_tensors(
     device: torch.device,
     dtype: torch.dtype | None,
 ) -> None:
-    """Refuse layers, with parameters of type ``dtype``, that hand on something else than tensors.
-
-    What comes after a layer that fails on tensors without data is left to `propagate`.
-    """
+    """Refuse layers, with parameters of ``dtype``, that hand on something else than tensors."""
 
     def forward() -> None:
         values = tuple(_fake(one, device) for one in inputs)
         for layer in layers:
             try:
                 values = layer.module(*values)
-            except Exception:  # of the layer's code, of any kind
+            except Exception:  # of the layer's code: left to `propagate`
                 return
             other = [type(one).__name__ for one in values if not isinstance(one, Tensor)]
             if other:
@@ -184,7 +179,12 @@ def _without_data(
     """The result of ``work``, during which the tensors of ``layers`` have no data."""
     chain = nn.ModuleList(layer.module for layer in layers)
     # A tensor that a module keeps without registering it is not a fake one.
-    with _quiet(), attributes_kept(chain), FakeTensorMode(allow_non_fake_inputs=True):
+    with (
+        _quiet(),
+        attributes_kept(chain),
+        torch.compiler.set_stance("force_eager"),  # compiled kernels read the data
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
         state = {f"chain.{name}": one for name, one in _fakes(chain, device, dtype).items()}
         found: _T = functional_call(_Inside(chain, work), state, (), tie_weights=False)
     return found

@@ -24,7 +24,7 @@ from stagewright.executor.capture.cutting import cut_graph
 from stagewright.executor.capture.exported.blocks import CONTAINERS, holds_closed_blocks
 from stagewright.executor.capture.exported.exporting import Example, export
 from stagewright.executor.capture.layers import CapturedLayer, LayeredModel, Listed
-from stagewright.executor.capture.places import passing
+from stagewright.executor.capture.places import deciding, passing, shown, unchecked
 from stagewright.executor.capture.plain_modules import (
     first_step,
     is_in_place,
@@ -46,11 +46,14 @@ _MAKERS = (
 )
 
 
-def trace_twice(model: nn.Module) -> fx.Graph:
-    """The graph of ``model``, if it does not depend on how often the model was called."""
-    before = snapshot(model)
+def trace_twice(model: nn.Module) -> tuple[fx.Graph, tuple[str, ...]]:
+    """The graph of ``model``, if it does not depend on how often the model was called.
+
+    With it the lines of checks that count as passed.
+    """
+    before, tracer = snapshot(model), _Tracer()
     with attributes_kept(model):
-        graph = _Tracer().capture(model)
+        graph = tracer.capture(model)
         once, constants = snapshot(model), _constants(model)
         try:
             again = _Tracer().capture(model)
@@ -73,7 +76,7 @@ def trace_twice(model: nn.Module) -> fx.Graph:
             )
     for name, constant in constants.items():
         setattr(model, name, constant)
-    return graph
+    return graph, tuple(dict.fromkeys(tracer.passed))
 
 
 def _constants(model: nn.Module) -> dict[str, Any]:
@@ -103,6 +106,7 @@ class _Tracer(fx.Tracer):
     def __init__(self) -> None:
         super().__init__()
         self.failed_in = ""
+        self.passed: list[str] = []
         self.modes = _modes()
 
     def capture(self, model: nn.Module) -> fx.Graph:
@@ -148,11 +152,12 @@ class _Tracer(fx.Tracer):
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """A check counts as passed; every other decision over a value is refused."""
-        asker = inspect.currentframe()
-        for _ in range(2):  # Proxy.__bool__, and its caller
-            asker = asker.f_back if asker else None
+        asker = deciding(inspect.currentframe())
         passed = passing(asker) if asker else None
-        return super().to_bool(obj) if passed is None else passed
+        if asker is None or passed is None:
+            return super().to_bool(obj)
+        self.passed.append(shown(asker))
+        return passed
 
 
 def _called(module: nn.Module, *inputs: Any) -> Any:
@@ -273,9 +278,10 @@ def _for_example(model: nn.Module, example: Example) -> LayeredModel:
 
 
 def _traced(model: nn.Module) -> LayeredModel:
-    graph = trace_twice(model)
+    graph, passed = trace_twice(model)
     replace_in_place(model, graph)
-    return replace(cut_graph(model, graph), notes=("captured by torch.fx, for inputs of any size",))
+    notes = ("captured by torch.fx, for inputs of any size", *map(unchecked, passed))
+    return replace(cut_graph(model, graph), notes=notes)
 
 
 def _exported(model: nn.Module, example: Example, reason: str) -> LayeredModel:

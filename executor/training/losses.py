@@ -15,6 +15,11 @@ IGNORED = -100  # the label that torch's cross-entropy leaves out
 
 def cross_entropy(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Cross-entropy as a sum and the number of labels, without those that are ``IGNORED``."""
+    if not isinstance(output, Tensor):
+        raise InputError(
+            f"the model returns {_shown(output)}, of which cross-entropy cannot be: give a loss; "
+            "or mini-batches that are dicts of its keywords, labels too, if it computes its loss"
+        )
     total = F.cross_entropy(output, targets, reduction="sum", ignore_index=IGNORED)
     if targets.is_floating_point():  # probabilities of classes
         return total, torch.tensor(targets.numel() // targets.shape[1])

@@ -26,7 +26,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from stagewright.executor.capture.exported.blocks import innermost, leaves_of, like
 from stagewright.executor.capture.exported.conversion import CURE, Exported, converted
 from stagewright.executor.capture.exported.whole_calls import WholeCall, called_whole
-from stagewright.executor.capture.places import deciding, passing, place_of, shown
+from stagewright.executor.capture.places import deciding, passing, place_of, shown, unchecked
 from stagewright.executor.capture.python_state import attributes_kept, described, snapshot
 from stagewright.executor.capture.signature import Signature, ValueStructure, taken_apart
 from stagewright.graphs.documents.errors import InputError
@@ -122,7 +122,7 @@ def _with_blocks(model: nn.Module, example: Example, closed: Collection[int]) ->
         leaking = _leaking(outer, program, calls)
         if not leaking:
             found = converted(model, program, calls, outer.output)
-            return replace(found, notes=tuple(f"not checked: {one}" for one in passed))
+            return replace(found, notes=tuple(map(unchecked, passed)))
         opened |= leaking
 
 
@@ -198,6 +198,7 @@ def _exported(
     with ExitStack() as stack:
         stack.enter_context(_errors_named(outer.model))
         stack.enter_context(attributes_kept(outer.model))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # no kernels without data
         calls = stack.enter_context(called_whole(leaves, fakes))
         stack.enter_context(_reparametrize_module(outer, named, tie_weights=False))
         if example.autocast is not None:

@@ -1,5 +1,6 @@
 """Modules that an export does not trace into: each call of a module is one operator."""
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -152,6 +153,14 @@ class Called(nn.Module):
         return self.function(*args, **kwargs)
 
 
+def _function(called: Called) -> Callable[..., Any]:
+    @functools.wraps(called.function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return called(*args, **kwargs)
+
+    return call
+
+
 @contextmanager
 def called_whole(
     modules: Mapping[str, nn.Module], fakes: Mapping[int, Tensor]
@@ -172,7 +181,7 @@ def called_whole(
             for name in FUNCTIONS:
                 called = Called(getattr(F, name))
                 called.__class__ = _whole(BETWEEN + name, called, {}, calls, first)
-                stack.enter_context(patch.object(F, name, called))
+                stack.enter_context(patch.object(F, name, _function(called)))
             yield calls
     finally:
         for module in modules.values():
