@@ -8,6 +8,7 @@ that was ended goes on there.
 
 import json
 import multiprocessing
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -282,6 +283,7 @@ def _equal(trial: Trial) -> str:
 
 
 def _short(reason: str) -> str:
+    reason = re.sub(r"/\S*/(?=\w+\.py)", "", reason)
     return reason if len(reason) <= SHOWN else f"{reason[: SHOWN - 3]}..."
 
 

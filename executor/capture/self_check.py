@@ -66,9 +66,9 @@ def require_same_step(plain: nn.Module, captured: LayeredModel, step: ExampleSte
     name = type(plain).__name__
     modules = [layer.module for layer in captured.layers]
     share = TOLERANCES.get(step.autocast or _dtype(plain), 1e-4)
-    before = [one.clone() for one in plain.buffers()]
+    before = _buffers(plain)
     once = _seen(_model_step(plain, step), [plain], step)
-    after = [one.clone() for one in plain.buffers()]
+    after = _buffers(plain)
     _set_buffers(plain, before)
     if _difference(once, _seen(_model_step(plain, step), [plain], step, once.gradients), share):
         raise InputError(
@@ -101,10 +101,15 @@ def _other_samples(step: ExampleStep) -> ExampleStep:
     )
 
 
-def _set_buffers(module: nn.Module, buffers: Sequence[Tensor]) -> None:
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {name: one.clone() for name, one in module.named_buffers()}
+
+
+def _set_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
-        for one, value in zip(module.buffers(), buffers, strict=True):
-            one.copy_(value)
+        for name, one in module.named_buffers():
+            if name in values:
+                one.copy_(values[name])
 
 
 Compute = Callable[[], float]
@@ -118,7 +123,8 @@ def _model_step(model: nn.Module, step: ExampleStep) -> Compute:
         with _cast(step):
             result = model(*arguments, **keywords)
             output = loss_of(result, type(model).__name__) if step.takes_loss else result
-            return _backward(step.loss(output, step.targets))
+            loss = step.loss(output, step.targets)
+        return _backward(loss)
 
     return compute
 
@@ -139,7 +145,8 @@ def _layers_step(captured: LayeredModel, step: ExampleStep) -> Compute:
                     ) from error
                 runs.append((values, outputs))
                 values = _leaves(outputs)
-            mean = _backward(step.loss(captured.result(values), step.targets))
+            loss = step.loss(captured.result(values), step.targets)
+        mean = _backward(loss)
         for taken, outputs in reversed(runs):
             pairs = [
                 (one, leaf.grad)
@@ -194,7 +201,7 @@ def _seen(
         gradients[name] = one.grad if one.grad is None or known is None else one.grad - known
     for one in parameters.values():
         one.grad = None
-    buffers = {name: one.clone() for module in modules for name, one in module.named_buffers()}
+    buffers = {name: one for module in modules for name, one in _buffers(module).items()}
     return _Seen(loss, gradients, buffers, results)
 
 
