@@ -188,7 +188,7 @@ def test_plan_with_shards(files: Path) -> None:
     assert "valid" in text
     (shown,) = answered_json("show", files / "sharded.json")["stages"]
     assert shown["shards"] == "optimizer"
-    assert "'zero1' is not one of 'none', 'optimizer', 'weights'" in refused(
+    assert "'zero1' is not one of 'none', 'optimizer', 'gradients', 'weights'" in refused(
         *asked, "--shards", "zero1"
     )
 
