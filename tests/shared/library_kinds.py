@@ -53,7 +53,9 @@ class Checking(Language):
         x, is_first = self.table(ids), ids == ids[:, :1]
         if x[is_first].numel() < WIDTH * len(ids):
             raise ValueError("too few")
-        x = self.hidden(x.masked_fill(is_first[..., None], 0.5))
+        x = self.hidden(x.masked_fill(is_first[..., None], 0.5)) * torch.tensor(
+            [1.5], dtype=x.dtype
+        )
         scale = F.softplus(x.sum(-1))
         normal = torch.distributions.Normal(x.mean(-1), scale, validate_args=True)
         loss = F.cross_entropy(self.head(x).mT, targets)

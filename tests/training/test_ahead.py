@@ -60,7 +60,16 @@ def batches() -> Iterator[dict[str, Tensor]]:
 
 
 def task_of(model: Callable[[], Any], **given: Any) -> Task:
-    names = ("loss", "schedule", "clip_norm", "dtype", "weights", "checkpoints", "parameters")
+    names = (
+        "loss",
+        "schedule",
+        "clip_norm",
+        "dtype",
+        "weights",
+        "checkpoints",
+        "parameters",
+        "model_folder",
+    )
     nothing = dict.fromkeys((*names, "trace", "evaluation"), None)
     counts = {"accumulate": 1, "steps": 1, "seed": 0, "checkpoint_every": 1, "evaluate_every": 1}
     plan, sgd = gpipe(straight([2, 2]), 2), parse_optimizer("sgd:lr=0.1")

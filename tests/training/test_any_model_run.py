@@ -12,7 +12,7 @@ import training_plans as make  # noqa: E402
 from library_kinds import KINDS  # noqa: E402
 from ranks import Ranks, RanksFailed  # noqa: E402
 
-from benchmarks.any_model import layers_of  # noqa: E402
+from benchmarks.any_model import by_plan, layers_of  # noqa: E402
 from benchmarks.any_models import MODELS, TRACKING, AnyModel  # noqa: E402
 from benchmarks.plain_loop import difference, loop  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
@@ -168,6 +168,11 @@ def plainly_named(state: dict[str, Any]) -> dict[str, Any]:
 def test_a_plan_trains_what_libraries_do(ranks: Ranks, kind: str) -> None:
     one = KINDS[kind]
     require_equal(one, run(ranks, one, zero_bubble(len(layers_of(one)))))
+
+
+def test_constants_between_blocks_are_no_parameters() -> None:
+    _, apart = by_plan(KINDS["checks"])
+    assert apart <= KINDS["checks"].rounding
 
 
 def in_the_encoder(replication: Any) -> PipelinePlan:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
+from stagewright.executor.capture.layers import BETWEEN, CapturedLayer, LayeredModel
 from stagewright.executor.capture.shapes import LayerTrace, Value, propagate
 from stagewright.executor.capture.signature import Signature
 from stagewright.executor.capture.twins import twins
@@ -196,6 +196,10 @@ def _ids(layers: Sequence[CapturedLayer]) -> set[int]:
 
 
 def _tensors_of(layer: CapturedLayer) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of a layer, under all their names."""
+    """Parameters and persistent buffers of a layer, under all their names in the model."""
     state = layer.module.state_dict(keep_vars=True)
-    return {name: one for name, one in state.items() if isinstance(one, Tensor)}
+    return {
+        name: one
+        for name, one in state.items()
+        if isinstance(one, Tensor) and not name.startswith(BETWEEN)
+    }
