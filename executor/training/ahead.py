@@ -177,9 +177,8 @@ def _captured(task: Task, first: FirstMicrobatch) -> Callable[[], Model]:
 
 def _check(task: Task, first: FirstMicrobatch) -> None:
     is_apart = multiprocessing.parent_process() is not None
-    if (
-        is_apart and first.device == CPU
-    ):  # a model that is too large for this machine's memory is not checked
+    if is_apart and first.device == CPU:
+        # A model that is too large for this machine's memory is not checked.
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = int(pages * resource.getpagesize() + MOST * free_bytes())
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -140,6 +140,46 @@ def test_plans_are_never_below_the_bound(problem):
     assert len({*taken}) == len(taken)
 
 
+# Of each layer: MB of its parameters, then on each kind of device MB that are kept and sent and
+# milliseconds forward and backward, the last three and kept ones by 3, 2 and 1 samples.
+FULL_RACK = [
+    (40, {"a": (19, 12, (11, 28), (3, 34), (1, 10)), "b": (7, 5, (18, 27), (8, 8), (10, 7))}),
+    (120, {"a": (13, 4, (2, 31), (1, 17), (6, 36)), "b": (28, 9, (10, 30), (19, 31), (20, 32))}),
+    (40, {"a": (23, 10, (13, 36), (15, 37), (15, 11)), "b": (19, 3, (8, 27), (15, 5), (20, 1))}),
+    (40, {"a": (9, 10, (9, 4), (16, 27), (10, 39)), "b": (0, 12, (1, 12), (15, 29), (13, 3))}),
+]
+
+
+def test_a_rack_has_no_room_where_its_server_has():
+    """A server of two in a rack of three: a third stage in the rack leaves room for none."""
+    layers = [
+        Layer(
+            f"layer{i}",
+            size * 1e6,
+            tuple(
+                LayerCost(
+                    n, f / 1e3, n / 3 * kept * 1e6, n / 3 * sent * 1e6, b / 1e3, device_kind=k
+                )
+                for k, (kept, sent, *times) in kinds.items()
+                for n, (f, b) in zip((3, 2, 1), times, strict=True)
+            ),
+        )
+        for i, (size, kinds) in enumerate(FULL_RACK)
+    ]
+    memory = ("a", 458.5), ("a", 530.5), ("b", 518.5), ("b", 310.5)
+    devices = tuple(Device(f"gpu{i}", of, mb * 1e6) for i, (of, mb) in enumerate(memory))
+    bandwidth = np.full((4, 4), 0.25 * GB)
+    bandwidth[0, 1], bandwidth[1, 0], bandwidth[3, :2] = 4 * GB, GB, GB
+    latency = np.array([[0, 3, 0, 1], [1, 1, 1, 3], [0, 1, 0, 1], [3, 1, 1, 0]]) / 1e3
+    chain = Chain("full rack", "test", 3, tuple(layers), optimizer_bytes_per_parameter_byte=0.0)
+    problem = PipelineProblem(chain, from_matrix(devices, bandwidth, latency.tolist()), 2)
+    for _ in range(20):  # what the search read past its tables differed from call to call
+        noise = [np.full(count, value) for count in range(1, 4000, 200) for value in (0.3, np.nan)]
+        del noise
+        assert server_bound(problem, inf, LONG) == pytest.approx(0.1919921, rel=1e-6)
+    assert exact(problem, Limits(seconds=20)).bound_seconds == pytest.approx(0.21125)
+
+
 def test_slow_links_between_servers_raise_the_bound():
     """bert-large on 8 servers of 4: 198 ms, where the best link everywhere gives 168 ms."""
     cluster = uniform_servers(8, 4, Link(12 * GB), Link(1.25 * GB))

@@ -173,6 +173,8 @@ def _settle(
             values[ROOM + level] = known[ROOM + level]
         elif c < form.turns and WITHIN[place] <= level:
             room, at = int(-known[ROOM + level]) - form.devices[c], RUNS + 2 * level
+            if room < 0:  # a server may have room, and its rack none
+                return False
             taken = form.packing[level, :, form.rooms[level] - room]
             most = max(known[at] + taken[0], known[at + 1] + taken[1])
             fits = fits and most <= form.groups[level] + MARGIN
