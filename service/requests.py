@@ -57,7 +57,7 @@ class Request(BaseModel):
             # Strict here, not only in the configuration: that does not reach into documents.
             return cls.model_validate_json(text, strict=True)
         except ValidationError as error:
-            raise InputError(first_problem(error, _plain(text))) from None
+            raise InputError(first_problem(error, plain_json(text))) from None
 
     @classmethod
     def _require_types(cls, fields: Mapping[str, Any]) -> None:
@@ -69,8 +69,8 @@ class Request(BaseModel):
                     raise InputError(f"{name} must be finite, got {value}")
 
 
-def _plain(text: str | bytes) -> Any:
-    """The JSON value of a text; None if it has none."""
+def plain_json(text: str | bytes) -> Any:
+    """The JSON value of a text; None if it has none: that is said where it is parsed."""
     try:
         return from_json(text)
     except ValueError:

@@ -214,14 +214,12 @@ def describe(
         devices.append(Device(name, its_kind, its_memory))
     return from_matrix(
         devices,
-        _rounded(links.bandwidth),
-        _rounded(links.latency).tolist(),
+        _each_rounded(links.bandwidth),
+        _each_rounded(links.latency).tolist(),
         servers=servers,
         name=f"measured-{len(devices)}",
-        all_reduce_share=_rounded_number(links.all_reduce_share),
-        message_seconds=None
-        if links.message_seconds is None
-        else _rounded_number(links.message_seconds),
+        all_reduce_share=rounded(links.all_reduce_share),
+        message_seconds=None if links.message_seconds is None else rounded(links.message_seconds),
     )
 
 
@@ -336,9 +334,10 @@ def _memory_bytes(device: torch.device) -> float:
     return host / int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
-def _rounded(values: Floats) -> Floats:
-    return np.array([[_rounded_number(value) for value in row] for row in values])
+def _each_rounded(values: Floats) -> Floats:
+    return np.array([[rounded(value) for value in row] for row in values])
 
 
-def _rounded_number(value: float) -> float:
+def rounded(value: float) -> float:
+    """A number with as many digits as a measurement has."""
     return float(f"{value:.{DIGITS}g}")

@@ -10,8 +10,8 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stagewright.executor.capture.steps.step import CapturedStep
-from stagewright.executor.measuring.links import MeasuringMachine, Seconds, threads
-from stagewright.executor.measuring.profiling import DIGITS, WARM_UP
+from stagewright.executor.measuring.links import MeasuringMachine, Seconds, rounded, threads
+from stagewright.executor.measuring.profiling import WARM_UP
 from stagewright.graphs.models.operators.step_graph import StepGraph
 
 
@@ -55,7 +55,7 @@ def measure_operators(
             timing.run(*states.values(), *inputs)
             found.append({name: one() for name, one in timing.seconds.items()})
     medians = {
-        name: float(f"{np.median([one[name] for one in found[WARM_UP:]]):.{DIGITS}g}")
+        name: rounded(float(np.median([one[name] for one in found[WARM_UP:]])))
         for name in timing.seconds
     }
     nodes = tuple(

@@ -39,7 +39,7 @@ from stagewright.executor.capture.loss_graph import (
 )
 from stagewright.executor.capture.shapes import propagate, values_of
 from stagewright.executor.capture.twins import copied, made_once
-from stagewright.executor.measuring.links import MeasuringMachine, Seconds, threads
+from stagewright.executor.measuring.links import MeasuringMachine, Seconds, rounded, threads
 from stagewright.executor.training.data.batches import (
     mapped_batch,
     require_samples,
@@ -54,7 +54,6 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 
 WARM_UP = 2  # rounds
-DIGITS = 4  # significant digits of a time
 
 Values = tuple[Tensor, ...]
 
@@ -378,11 +377,6 @@ def _costs(
             )
         )
     return costs
-
-
-def rounded(seconds: float) -> float:
-    """A time with as many digits as a measurement has."""
-    return float(f"{seconds:.{DIGITS}g}")
 
 
 def _source(machine: MeasuringMachine, dtype: torch.dtype, measured: Sequence[Floats]) -> str:

@@ -25,8 +25,8 @@ from stagewright.executor.capture.plain_modules import made_plain
 from stagewright.executor.capture.self_check import ExampleStep, require_same_step
 from stagewright.executor.capture.shapes import Value, propagate, values_of
 from stagewright.executor.capture.tracing import capture
-from stagewright.executor.measuring.links import MeasuringMachine, Seconds
-from stagewright.executor.measuring.profiling import measure_layers, rounded
+from stagewright.executor.measuring.links import MeasuringMachine, Seconds, rounded
+from stagewright.executor.measuring.profiling import measure_layers
 from stagewright.executor.training.data.batches import (
     mapped_batch,
     require_as_many,

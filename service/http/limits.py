@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from pydantic_core import from_json
 from starlette.requests import Request as HttpRequest
 
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.architecture import Architecture
-from stagewright.service.requests import Request
+from stagewright.service.requests import Request, plain_json
 
 MOST_KNOWN = 10_000  # buckets before those that are full are forgotten
 
@@ -142,10 +141,7 @@ class RequestLimits:
 
     def require_counted(self, text: bytes) -> None:
         """Refuse a problem of too many layers or operations, before its objects are made."""
-        try:
-            body = from_json(text)
-        except ValueError:
-            return  # what is wrong with it is said where it is parsed
+        body = plain_json(text)
         given = body if isinstance(body, dict) else {}
         chain, jobs = given.get("chain"), given.get("jobs")
         layers = chain.get("layers") if isinstance(chain, dict) else None

@@ -193,8 +193,8 @@ class Queue:
         to end ends.
         """
         with self.store.writing() as database:
-            mine = (JOBS.c.id == job, JOBS.c.state == State.SOLVING, JOBS.c.worker == worker)
-            row = database.execute(select(JOBS).where(*mine).with_for_update()).one_or_none()
+            mine = select(JOBS).where(*_held(job, worker))
+            row = database.execute(mine.with_for_update()).one_or_none()
             if row is None:
                 raise JobLeaseLostError(job)
             if row.asked is not None:
@@ -277,14 +277,19 @@ class Queue:
         return row.cost, row.bound
 
     def _write(self, database: Connection, job: str, worker: str, **values: Any) -> None:
-        mine = (JOBS.c.id == job, JOBS.c.state == State.SOLVING, JOBS.c.worker == worker)
-        if not database.execute(update(JOBS).where(*mine).values(**values)).rowcount:
+        held = update(JOBS).where(*_held(job, worker))
+        if not database.execute(held.values(**values)).rowcount:
             raise JobLeaseLostError(job)
 
     def _tell(
         self, database: Connection, job: str, name: str, data: dict[str, Any] | None = None
     ) -> None:
         tell(database, self._clock(), job, name, data)
+
+
+def _held(job: str, worker: str) -> tuple[ColumnElement[bool], ...]:
+    """That a worker has the lease of a job."""
+    return (JOBS.c.id == job, JOBS.c.state == State.SOLVING, JOBS.c.worker == worker)
 
 
 def _changes(cost: float | None, outcome: JobEnd) -> dict[str, Any]:

@@ -60,8 +60,7 @@ class ServiceJob:
     ``answer`` is its JSON object and ``document`` the document that it carries (a plan). Times are
     seconds since 1970. ``cached_from`` is the job whose answer this one has, ``cached_user`` whose
     job that is, ``title`` names its model and cluster, and ``webhook`` is the URL that is told of
-    its end, of
-    which ``delivery`` says whether it has been.
+    its end, of which ``delivery`` says whether it has been.
     """
 
     id: str

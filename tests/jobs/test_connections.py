@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import pytest
 from planning_jobs import plan_request
@@ -28,13 +27,6 @@ from stagewright.service.jobs.records import JobEnding
 from stagewright.service.jobs.store import ServiceStore
 
 SECONDS = 0.3  # for headers to arrive
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[ServiceStore]:
-    found = ServiceStore(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
-    yield found
-    found.close()
 
 
 @contextmanager

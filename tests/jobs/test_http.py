@@ -8,7 +8,6 @@ import re
 import threading
 import zipfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,13 +38,6 @@ from stagewright.service.metrics import Lines
 from stagewright.service.workers.processes import outcome_of
 
 LOCAL = "http://127.0.0.1:8754"
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[ServiceStore]:
-    found = ServiceStore(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
-    yield found
-    found.close()
 
 
 @pytest.fixture

@@ -34,13 +34,6 @@ LEASE_SECONDS = 2.0
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[ServiceStore]:
-    found = ServiceStore(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
-    yield found
-    found.close()
-
-
-@pytest.fixture
 def cluster() -> Iterator[Any]:
     """A head without CPUs, to which machines are added."""
     from ray.cluster_utils import Cluster

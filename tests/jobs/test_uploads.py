@@ -38,13 +38,6 @@ Headers = dict[str, str]
 
 
 @pytest.fixture
-def store(tmp_path: Any) -> Iterator[ServiceStore]:
-    found = ServiceStore(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
-    yield found
-    found.close()
-
-
-@pytest.fixture
 def client(store: ServiceStore) -> Iterator[TestClient]:
     limits = RequestLimits(body_bytes=200_000, uploads=3)
     with TestClient(create_app(Service(store, limits)), raise_server_exceptions=False) as found:

@@ -31,13 +31,6 @@ from stagewright.service.workers.worker import JobLimits, Worker
 Children = Callable[[], set[BaseProcess]]
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[ServiceStore]:
-    found = ServiceStore(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
-    yield found
-    found.close()
-
-
 @contextmanager
 def working(store: ServiceStore, limits: JobLimits | None = None) -> Iterator[Worker]:
     worker = Worker(store, limits or JobLimits(), lease_seconds=2.0, poll_seconds=0.05)
