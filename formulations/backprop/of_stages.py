@@ -6,9 +6,11 @@ from dataclasses import replace
 import numpy as np
 
 from stagewright.formulations.backprop.problem import BackpropProblem
+from stagewright.formulations.backprop.symmetry import in_turns
 from stagewright.formulations.backprop.training import Layers, training
 from stagewright.formulations.pipelines.bounds.stages import one_machine_bound
-from stagewright.formulations.plans.actions import REDUCE, SEND_B, SEND_F, B, F, I, W
+from stagewright.formulations.pipelines.makespan_models import CP_SAT
+from stagewright.formulations.plans.actions import REDUCE, SEND_B, SEND_F, UPDATE, B, F, I, W
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, Stage
 from stagewright.formulations.plans.plan_class import EVERY_BACKWARD_FIRST
@@ -39,6 +41,9 @@ def window_bounds(problem: BackpropProblem) -> tuple[tuple[str, float], ...]:
 BETWEEN_LOSSES = {name: f"{name} between losses" for name in (CRITICAL_PATH, _ONE_RESOURCE)}
 """The arguments of :func:`window_bounds` for schedules of given stages."""
 
+SEARCHED_BETWEEN_LOSSES = f"{CP_SAT} between losses"
+"""The argument of a search over all orders of given stages."""
+
 ORDERS_BETWEEN_LOSSES = replace(EVERY_BACKWARD_FIRST, streams=1)
 """The schedules that these bounds hold for: every device computes one thing at a time."""
 
@@ -53,7 +58,7 @@ def common_problem(problem: PipelineProblem, stages: Sequence[Stage]) -> Backpro
 
     Stages on the same devices take turns. A stage's weight gradient follows its output gradient. A
     whole backward counts as an output gradient; the first stage's, which nothing but its forward
-    waits for, as a weight gradient. Optimizer steps take no time.
+    waits for, as a weight gradient.
     """
     parts = splits(problem, stages)
     split = np.repeat(np.array(parts)[:, None], problem.microbatches, axis=1)
@@ -71,6 +76,7 @@ def common_problem(problem: PipelineProblem, stages: Sequence[Stage]) -> Backpro
         _tuple(first[REDUCE]),
         back=_tuple(first[SEND_B][1:]),
         channels=True,
+        update=_tuple(first[UPDATE]),
     )
     ordered = tuple(
         (i, common.find("dW", one.layer, one.microbatch))
@@ -93,7 +99,7 @@ def stage_bounds(problem: PipelineProblem, stages: Sequence[Stage]) -> tuple[Bou
             return ()
     return tuple(
         Bound(seconds, BETWEEN_LOSSES[name], "schedule", ORDERS_BETWEEN_LOSSES)
-        for name, seconds in window_bounds(common_problem(problem, stages))
+        for name, seconds in window_bounds(in_turns(common_problem(problem, stages)))
     )
 
 

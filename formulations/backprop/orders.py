@@ -105,13 +105,15 @@ def _turn(one: BackpropOperation) -> int:
 
 
 def _ranks(problem: BackpropProblem, gradients: Key) -> Ints:
-    """Ranks by key; synchronisations in the order of layers, forwards after all gradients."""
+    """Ranks by key; synchronisations by layer, optimizer steps and forwards after all gradients."""
 
     def key(one: BackpropOperation) -> tuple[float, ...]:
         if one.kind in ("F", "S[F]"):
             return (FORWARDS, one.microbatch, one.layer)
         if one.kind == "S[dW]":
             return (FORWARDS, -1, one.layer)
+        if one.kind == "U":  # before its own layer's forwards, after those of the layers below
+            return (FORWARDS, 0, one.layer - 0.5)
         return gradients(one)
 
     keys = [key(one) for one in problem.operations]

@@ -21,7 +21,7 @@ from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.documents.units import require_amount
 
-Kind = Literal["loss", "F", "R", "dO", "dW", "S[F]", "S[dO]", "S[dW]"]
+Kind = Literal["loss", "F", "R", "dO", "dW", "S[F]", "S[dO]", "S[dW]", "U"]
 
 NO_RESOURCE = -1  # of operations that take no time
 
@@ -40,7 +40,10 @@ class Resource:
 
 @dataclass(frozen=True, slots=True)
 class BackpropOperation:
-    """One operation; ``R`` is the second run of a forward whose output was dropped."""
+    """One operation.
+
+    ``R`` is the second run of a forward whose output was dropped, ``U`` an optimizer step.
+    """
 
     kind: Kind
     layer: int

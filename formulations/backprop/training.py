@@ -104,6 +104,7 @@ def training(
     after_backward: bool = False,
     back: Sequence[float] = (),
     channels: bool = False,
+    update: Sequence[float] = (),
 ) -> BackpropProblem:
     """Layers on devices, as in cross-layer model, pipeline and combined parallelism.
 
@@ -125,15 +126,20 @@ def training(
     channels
         Whether every pair of neighbouring layers has a link of its own for both directions, as in
         plans, in place of a link for each pair of devices and direction.
+    update
+        Seconds of the optimizer step of each layer, between its synchronisation and its forwards,
+        L values; empty for none, as in the paper.
     """
     require_count(microbatches, "microbatches", MAX_MICROBATCHES)
     send, sync = send or (0.0,) * (layers.count - 1), sync or (0.0,) * layers.count
+    update = update or (0.0,) * layers.count
     back = back or send
     for values, size, name in (
         (device, layers.count, "device"),
         (send, layers.count - 1, "send"),
         (back, layers.count - 1, "back"),
         (sync, layers.count, "sync"),
+        (update, layers.count, "update"),
     ):
         _require_size(values, size, name)
     if streams not in (1, 2):
@@ -143,6 +149,7 @@ def training(
     for m in range(microbatches):
         draft.backward(m)
     draft.synchronise(microbatches, after_backward)
+    draft.update(update)
     for m in range(microbatches):
         draft.forward(m)
     draft.hold(microbatches)
@@ -233,13 +240,20 @@ class _Draft:
             place = f"sync {self.device[i - 1]}"
             self.add("S[dW]", i, 0, place, self.sync[i - 1], every if after_backward else own)
 
+    def update(self, seconds: Sequence[float]) -> None:
+        """One optimizer step for each layer that has one."""
+        for i, step in enumerate(seconds, start=1):
+            if step > 0:
+                self.add("U", i, 0, self.main(i), step, [self.index["S[dW]", i, 0]])
+
     def forward(self, m: int) -> None:
         ready: list[int] = []
         for i, seconds in enumerate(self.layers.forward, start=1):
             if i > 1 and self.crosses(i - 1):
                 sent = self.send[i - 2]
                 ready = [self.add("S[F]", i - 1, m, self.link(i - 1, i), sent, ready)]
-            after = [*ready, self.index["S[dW]", i, 0]]
+            updated = self.index.get(("U", i, 0), self.index["S[dW]", i, 0])
+            after = [*ready, updated]
             ready = [self.add("F", i, m, self.main(i), seconds, after)]
 
     def hold(self, microbatches: int) -> None:

@@ -16,6 +16,7 @@ from stagewright.formulations.backprop.models import TWO_STREAMS, two_streams_bo
 from stagewright.formulations.backprop.of_stages import (
     BETWEEN_LOSSES,
     ORDERS_BETWEEN_LOSSES,
+    SEARCHED_BETWEEN_LOSSES,
     stage_bounds,
 )
 from stagewright.formulations.patterns.joint_patterns import ALLOCATIONS
@@ -251,6 +252,7 @@ ARGUMENTS: dict[str, Argument] = {
         name: Argument("schedule", ORDERS_BETWEEN_LOSSES, _between_losses)
         for name in BETWEEN_LOSSES.values()
     },
+    SEARCHED_BETWEEN_LOSSES: Argument("schedule", ORDERS_BETWEEN_LOSSES),
     ALLOCATIONS: Argument("problem", SEARCHED_ALLOCATIONS),
     PATTERN: Argument("schedule", PATTERNS),
     PATTERN_LOAD: Argument(

@@ -97,10 +97,15 @@ def _perturbed(problem: BackpropProblem, best: WindowTimes) -> WindowTimes:
     return best
 
 
-def solve(problem: BackpropProblem, limits: Limits) -> BackpropResult:
+def solve(
+    problem: BackpropProblem,
+    limits: Limits,
+    known: tuple[str, WindowTimes | None] | None = None,
+) -> BackpropResult:
     """The best timetable found within ``limits``, and a bound on all of them.
 
-    Never worse than :func:`best_list_schedule`. The search ends when the cost equals the bound.
+    Never worse than ``known``, a timetable and its source, by default :func:`best_list_schedule`.
+    The search ends when the cost equals the bound.
 
     Raises
     ------
@@ -112,7 +117,7 @@ def solve(problem: BackpropProblem, limits: Limits) -> BackpropResult:
     backend = scheduler(limits)
     turns = in_turns(problem)
     proved_by, bound = max(window_bounds(turns), key=lambda entry: entry[1])
-    source, timetable = best_list_schedule(problem)
+    source, timetable = known or best_list_schedule(problem)
     found = _result(timetable, bound, proved_by, source, Status.FEASIBLE, began)
     if found.status is Status.OPTIMAL:
         return found

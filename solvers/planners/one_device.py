@@ -6,7 +6,7 @@ gradients, then the optimizer steps and forwards; microbatches follow each other
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import cycle, product
 from operator import itemgetter
@@ -29,6 +29,9 @@ from stagewright.solvers.planners.steps.proposal import Proposal, cost_of
 
 _Sub = tuple[Action, ...]
 """Weight gradients in the order of the sub-stream."""
+
+_Main = tuple[Action, ...]
+"""Gradients in the order of the main stream."""
 
 _MOST_REGIONS = 64  # of equal time
 _MOST_TRIED = 600  # sub-streams of the local search
@@ -128,40 +131,43 @@ class _OneDevice:
             yield self._two_streams(f"two streams, {name}", sub, spent)
             if self._end(sub) < least:
                 best, least = sub, self._end(sub)
-        for improved in self._climb(best, least):
-            yield self._two_streams("two streams, improved", improved, spent)
+        for improved, main in self._climb(best, least):
+            yield self._two_streams("two streams, improved", improved, spent, main)
 
-    def _climb(self, sub: _Sub, least: float) -> Iterator[_Sub]:
-        """Better sub-streams: one weight gradient at a time goes elsewhere, or to the main one."""
-        floor = two_streams_bound(self.problem) or 0.0
+    def _climb(self, sub: _Sub, least: float) -> Iterator[tuple[_Sub, _Main]]:
+        """Better streams: one weight gradient at a time goes elsewhere, in either."""
+        floor, main = two_streams_bound(self.problem) or 0.0, self._gradients(sub)
         tried = unchanged = 0
         for moved in cycle(self.movable[::-1]):
             if tried >= _MOST_TRIED or unchanged == len(self.movable):
                 return
             if least <= floor * (1 + ROUNDING):
                 return
-            others = tuple(one for one in sub if one != moved)
-            places = [(self._end(one), one) for one in self._with(others, moved)]
+            places = [(self._end(*one), one) for one in self._with(sub, main, moved)]
             if not places:  # the time is over
                 return
             end, found = min(places, key=itemgetter(0))
             tried, unchanged = tried + len(places), unchanged + 1
             if end < least * (1 - ROUNDING):
-                sub, least, unchanged = found, end, 0
-                yield sub
+                (sub, main), least, unchanged = found, end, 0
+                yield found
 
-    def _with(self, others: _Sub, moved: Action) -> Iterator[_Sub]:
-        """Sub-streams without ``moved``, and with it in every place (or some of many), in time."""
-        step = max(1, len(others) // _MOST_PLACES)
-        for place in (None, *range(0, len(others) + 1, step)):
-            if self.ended():
-                return
-            yield others if place is None else (*others[:place], moved, *others[place:])
+    def _with(self, sub: _Sub, main: _Main, moved: Action) -> Iterator[tuple[_Sub, _Main]]:
+        """Both streams with ``moved`` in every place (or some of many) of either, in time."""
+        others, gradients = (tuple(one for one in row if one != moved) for row in (sub, main))
+        after = gradients.index(replace(moved, kind=I)) + 1
+        for row, first in ((gradients, after), (others, 0)):
+            step = max(1, (len(row) - first) // _MOST_PLACES)
+            for place in range(first, len(row) + 1, step):
+                if self.ended():
+                    return
+                placed = (*row[:place], moved, *row[place:])
+                yield (placed, gradients) if row is others else (others, placed)
 
-    def _end(self, sub: _Sub) -> float:
+    def _end(self, sub: _Sub, main: _Main | None = None) -> float:
         """Seconds of the window; inf if the streams wait for each other."""
         try:
-            starts, _ = self._timed(sub)
+            starts, _ = self._timed(sub, main)
         except InvalidPlan:
             return math.inf
         return float(np.nanmax(starts[F] + self.seconds[F]))
@@ -184,7 +190,7 @@ class _OneDevice:
             yield "a region per kernel", tuple(range(1, len(until) + 1))
 
     def _one_stream(self) -> Proposal:
-        row = self._main(())
+        row = [*self._gradients(()), *self._forwards()]
         starts = earliest_starts(self.problem, self.stages, {self.stages[0].devices[0]: row})
         if not self.movable:
             note = "no weight gradient has a time of its own"
@@ -198,23 +204,30 @@ class _OneDevice:
             )
         return Proposal(self.stages, starts, notes=(note, *self._notes()), begins="backward")
 
-    def _two_streams(self, name: str, sub: _Sub, spent: Sequence[str]) -> Proposal:
+    def _two_streams(
+        self, name: str, sub: _Sub, spent: Sequence[str], main: _Main | None = None
+    ) -> Proposal:
         """Weight gradients ``sub``, in this order, in the sub-stream."""
-        starts, ends = self._timed(sub)
+        starts, ends = self._timed(sub, main)
         notes = f"{name} ({', '.join(spent)})", *self._notes()
         return Proposal(self.stages, starts, notes=notes, begins="backward", sub_ends=ends)
 
-    def _timed(self, sub: _Sub) -> tuple[Blocks, Floats]:
+    def _timed(self, sub: _Sub, main: _Main | None = None) -> tuple[Blocks, Floats]:
         """Starts of all actions, everything as early as possible, and ends in the sub-stream."""
-        return two_stream_starts(self.problem, self.stages, self._main(sub), sub)
+        row = [*(self._gradients(sub) if main is None else main), *self._forwards()]
+        return two_stream_starts(self.problem, self.stages, row, sub)
 
-    def _main(self, sub: _Sub) -> list[Action]:
-        """The main stream, with the weight gradients that are not in ``sub``."""
+    def _gradients(self, sub: _Sub) -> _Main:
+        """Those of the main stream in the usual order: all weight gradients not in ``sub``."""
         beside, row = set(sub), list[Action]()
         for s, m in product(reversed(range(len(self.stages))), self.microbatches):
             parts = (I, W) if self.splits[s] else (B,)
             row += [one for kind in parts if (one := Action(s, kind, m)) not in beside]
-        updated = updated_stages(self.problem, self.stages, FLUSH)
+        return tuple(row)
+
+    def _forwards(self) -> list[Action]:
+        """The optimizer steps and forwards, which follow the gradients in the main stream."""
+        updated, row = updated_stages(self.problem, self.stages, FLUSH), list[Action]()
         for s in range(len(self.stages)):
             row += [Action(s, UPDATE)] if s in updated else []
             row += [Action(s, F, m) for m in self.microbatches]

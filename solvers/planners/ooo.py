@@ -2,8 +2,8 @@
 
 Oh et al. (EuroSys 2022), sections 5.1 and 5.2; `one_device` has 4.1. The plan lies between two
 losses. For data parallelism every layer is a stage on all devices; for pipelines groups of layers
-go around the devices. Orders come from the common problem of these stages; each is priced as the
-plan that follows it, so that optimizer steps count as well.
+go around the devices. Orders come from the common problem of these stages, optimizer steps among
+them; each is priced as the plan that follows it.
 """
 
 import math
@@ -15,20 +15,41 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.formulations.backprop.of_stages import common_problem, splits, stage_bounds
+from stagewright.formulations.backprop.of_stages import (
+    ORDERS_BETWEEN_LOSSES,
+    SEARCHED_BETWEEN_LOSSES,
+    common_problem,
+    splits,
+    stage_bounds,
+)
 from stagewright.formulations.backprop.orders import OutOfOrder, fast_forward, reverse_first_k
 from stagewright.formulations.backprop.problem import BackpropProblem, WindowTimes
 from stagewright.formulations.checking.peaks import memory_exceeded, peaks
 from stagewright.formulations.checking.times import read_times
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
-from stagewright.formulations.plans.actions import Action, ActionKind, B, F, I, W
+from stagewright.formulations.pipelines.makespan_models import CP_SAT
+from stagewright.formulations.plans.actions import (
+    BARE,
+    COMPUTE,
+    REDUCE,
+    SEND_B,
+    SEND_F,
+    UPDATE,
+    Action,
+    ActionKind,
+    B,
+    F,
+    I,
+    W,
+)
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.plan import Bound, Stage
+from stagewright.formulations.plans.timing import Blocks
 from stagewright.formulations.schedules.backward_first import Orders, earliest_starts
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.ordering import recursive_device_order
-from stagewright.solvers.backprop.exact import best_list_schedule
+from stagewright.solvers.backprop.exact import best_list_schedule, solve
 from stagewright.solvers.backprop.list_scheduling import list_schedule
 from stagewright.solvers.backprop.regions import reverse_search
 from stagewright.solvers.planners.one_device import (
@@ -80,7 +101,17 @@ def plan_ooo(
             on_progress(Progress(monotonic() - began, cost, 0.0, made))
         if ended():
             break
-    return best or NoPlan(short.reason, proved=not ended())
+    if best is None:
+        return NoPlan(short.reason, proved=not ended())
+    if asked.training == "single" or asked.reversed_layers is not None or ended():
+        return best
+    left = replace(limits, seconds=limits.left(monotonic() - began))
+    return _Setting(problem, best.stages).searched(best, left)
+
+
+_DONE_BY: dict[str, tuple[ActionKind, ...]] = {
+    "F": (F,), "U": (UPDATE,), "S[F]": (SEND_F,), "S[dO]": (SEND_B,), "S[dW]": (REDUCE,)
+}  # fmt: skip
 
 
 class _Shortage(NamedTuple):
@@ -221,6 +252,21 @@ class _Setting:
         assert timetable is not None  # the common problem has no limit of memory here
         yield source, timetable
 
+    def searched(self, best: Proposal, limits: Limits) -> Proposal:
+        """The best proposal after a search over all orders, with its bound on them."""
+        cost = cost_of(self.problem, best)
+        if not best.bounds or max(one.seconds for one in best.bounds) >= cost * (1 - ROUNDING):
+            return best
+        found = solve(self.common, limits, (best.notes[0], self._window(best.starts)))
+        if found.timetable is not None and found.source != best.notes[0]:
+            other = self.proposal(found.source, found.timetable)
+            if _shortage(self.problem, other) is None and cost_of(self.problem, other) < cost:
+                best = other
+        if found.proved_by != CP_SAT:
+            return best
+        proved = Bound(found.bound, SEARCHED_BETWEEN_LOSSES, "schedule", ORDERS_BETWEEN_LOSSES)
+        return replace(best, bounds=(*best.bounds, proved))
+
     def proposal(self, name: str, timetable: WindowTimes) -> Proposal:
         """The plan that follows a timetable, everything as early as possible."""
         orders, reductions = self._orders(timetable)
@@ -238,6 +284,18 @@ class _Setting:
         bounds = stage_bounds(self.problem, self.stages)
         return Proposal(self.stages, starts, bounds, notes=tuple(notes), begins="backward")
 
+    def _window(self, starts: Blocks) -> WindowTimes:
+        """The common problem's timetable of a plan; what the plan lacks ends when it is ready."""
+        common, found = self.common, np.zeros(len(self.common.operations))
+        for i in common.topological:
+            one = common.operations[i]
+            for kind in self._done_by(one.kind, one.layer - 1):
+                found[i] = np.nan_to_num(starts[kind][one.layer - 1, one.microbatch])
+            if common.seconds[i] == 0:
+                before = common.edges[common.edges[:, 1] == i, 0]
+                found[i] = (found[before] + common.seconds[before]).max(initial=0.0)
+        return WindowTimes.of_starts(common, found)
+
     def _orders(self, timetable: WindowTimes) -> tuple[Orders, tuple[int, ...] | None]:
         """Computations of every device and all-reduces by their start."""
         common, place = self.common, np.empty(len(self.common.operations))
@@ -248,20 +306,19 @@ class _Setting:
         reductions = []
         for i in np.lexsort((place, timetable.starts)).tolist():
             one = common.operations[i]
-            if one.kind == "loss":
-                continue
             stage = one.layer - 1
             if one.kind == "S[dW]" and len(self.stages[stage].devices) > 1:
                 reductions.append(stage)
             for kind in self._done_by(one.kind, stage):
-                for name in self.stages[stage].devices:
-                    rows[name].append(Action(stage, kind, one.microbatch))
+                m = None if kind in BARE else one.microbatch
+                for name in self.stages[stage].devices if kind in (*COMPUTE, UPDATE) else ():
+                    rows[name].append(Action(stage, kind, m))
         return rows, tuple(reductions) or None
 
     def _done_by(self, kind: str, stage: int) -> tuple[ActionKind, ...]:
-        """The computations of a stage that an operation stands for."""
-        if kind == "F":
-            return (F,)
+        """The action of a stage that an operation stands for, if any."""
+        if kind not in ("dO", "dW"):
+            return _DONE_BY.get(kind, ())
         if self.splits[stage]:
             return {"dO": (I,), "dW": (W,)}.get(kind, ())
         return (B,) if kind == ("dO" if stage > 0 else "dW") else ()

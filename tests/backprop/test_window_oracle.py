@@ -14,6 +14,7 @@ from profiles import slow_after
 
 import stagewright
 from stagewright.formulations.backprop.orders import OutOfOrder
+from stagewright.formulations.forms.answers import Status
 from stagewright.formulations.plans.plan import load_plan, save_plan
 from stagewright.solvers.planners.steps.proposal import Choices
 
@@ -79,7 +80,8 @@ def best_of(training, costs, microbatches):
 
 
 @pytest.mark.parametrize("seed", slow_after(8, range(90)))
-def test_plans_keep_the_rules_and_no_bound_is_above_the_best_order(seed, tmp_path):
+def test_plans_keep_the_rules_and_are_the_best_order(seed, tmp_path):
+    """In one stream always, and proved so; in two streams the order is searched for."""
     training, microbatches, model, cluster = documents_of(seed)
     chain = stagewright.load_model(written(tmp_path, "model.json", model))
     machines = stagewright.load_cluster(written(tmp_path, "cluster.json", cluster))
@@ -93,6 +95,11 @@ def test_plans_keep_the_rules_and_no_bound_is_above_the_best_order(seed, tmp_pat
     assert simulated.iteration_seconds == pytest.approx(seconds)
     best = best_of(training, oracle.costs_of(plan, model, cluster), microbatches)
     assert seconds >= min(best) * (1 - 1e-9)
+    if training == "single":
+        assert seconds <= min(best) * 1.01
+    else:
+        assert seconds == pytest.approx(min(best))
+        assert result.status is Status.OPTIMAL
     for bound in plan["certificate"]["bounds"]:
         if "backward-first" in bound["plans"]["schedules"]:
             least = min(best[: bound["plans"].get("streams", 1)])
