@@ -1,13 +1,17 @@
 """The optimal schedule of a request: on given devices, on the best ones, or with least memory."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from time import perf_counter
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
+from stagewright.formulations.pipelines.bounds.stages import quick_bound
 from stagewright.formulations.pipelines.makespan import Timetable
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.formulations.schedules.placements import Device
 from stagewright.formulations.schedules.published.kinds import OPTIMAL
 from stagewright.formulations.schedules.timing import ONE_MICROBATCH
+from stagewright.graphs.documents.errors import InputError
 from stagewright.service.schedules.requests import ScheduleRequest
 from stagewright.service.schedules.setting import (
     ANY,
@@ -17,11 +21,16 @@ from stagewright.service.schedules.setting import (
     on_devices,
 )
 from stagewright.solvers.pipelines.least_memory import least_memory
-from stagewright.solvers.pipelines.placing import placement_bound, search_placement
+from stagewright.solvers.pipelines.placing import (
+    few_placements,
+    placement_bound,
+    search_placement,
+)
 from stagewright.solvers.pipelines.scheduling import ScheduleResult, given_schedule, solve_schedule
 
 FIRST = 0.3  # share of the time for a first look at all named placements
 _PLACING = 0.5  # share of the time for the search of a free placement
+ALL_PLACEMENTS = "bounds on each placement"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,28 +92,39 @@ def _best_named(
     request: ScheduleRequest, limits: Limits, on_progress: OnProgress
 ) -> OptimalSchedule:
     """The best schedule of all named placements; its bound is the least of their bounds."""
+    return _best_of(
+        {name: request.with_placement(name).setting for name in named_placements(request)},
+        request, limits, on_progress,
+    )  # fmt: skip
+
+
+def _best_of(
+    settings: Mapping[str, ScheduleSetting],
+    request: ScheduleRequest,
+    limits: Limits,
+    on_progress: OnProgress,
+) -> OptimalSchedule:
+    """The best schedule of all settings; its bound is the least of their bounds."""
     began = perf_counter()
-    names = [*named_placements(request)]
     found: dict[str, OptimalSchedule] = {}
 
     def solve(name: str, seconds: float) -> None:
         known = found[name].result.timetable if name in found else None
-        on_one = request.with_placement(name)
         share = replace(limits, seconds=seconds)
-        better = _on(on_one, on_one.setting, share, lambda step: None, known)
+        better = _on(request, settings[name], share, lambda step: None, known)
         if name in found:
             better = _merged(found[name], better)
         found[name] = better
         best = _least(found)
-        if len(found) == len(names):
+        if len(found) == len(settings):
             on_progress(Progress(perf_counter() - began, _cost(best), _bound(found).bound))
 
-    for name in names:
-        solve(name, FIRST * limits.seconds / len(names))
+    for name in settings:
+        solve(name, FIRST * limits.seconds / len(settings))
     tried: set[str] = set()
     while limits.left(perf_counter() - began) > 0:
         best = _cost(_least(found))
-        hopeful = [name for name in names if name not in tried and _hopeful(found[name], best)]
+        hopeful = [name for name in settings if name not in tried and _hopeful(found[name], best)]
         if not hopeful:
             break
         name = min(hopeful, key=lambda name: found[name].bound)
@@ -144,7 +164,10 @@ def _cost(one: OptimalSchedule) -> float:
 def _placed_freely(
     request: ScheduleRequest, limits: Limits, on_progress: OnProgress
 ) -> OptimalSchedule:
-    """The best schedule on a placement that is searched for, with a bound on all placements."""
+    """The best schedule on a placement that is searched for, with a bound on all placements.
+
+    Where there are few, each that its bounds do not exclude is solved.
+    """
     began = perf_counter()
     named = [*named_placements(request).values()]
     problem = on_devices(request, named[0]).problem
@@ -154,12 +177,39 @@ def _placed_freely(
     best = search_placement(
         lambda device: on_devices(request, device).problem, named, proof.seconds, share
     )
-    left = replace(limits, seconds=limits.left(perf_counter() - began))
+    few = few_placements(len(named[0]), devices)
+
+    def left(share: float = 1.0) -> Limits:
+        return replace(limits, seconds=share * limits.left(perf_counter() - began))
 
     def note(step: Progress) -> None:
         seconds = perf_counter() - began
-        on_progress(Progress(seconds, step.objective, proof.seconds))
+        on_progress(Progress(seconds, step.objective, max(proof.seconds, step.bound)))
 
-    found = _on(request, on_devices(request, best), left, note)
-    return replace(found, bound=min(proof.seconds, found.result.cost or proof.seconds),
-                   proved_by=proof.proved_by)  # fmt: skip
+    def note_one(step: Progress) -> None:
+        note(replace(step, bound=proof.seconds))
+
+    found = _on(request, on_devices(request, best), left(FIRST if few else 1.0), note_one)
+    answer = replace(found, bound=proof.seconds, proved_by=proof.proved_by)
+    if few and _hopeful(answer, _cost(found)):
+        hopeful = _better_than(_cost(found), request, few)
+        every = _best_of(hopeful, request, left(), note) if hopeful else found
+        answer = min((found, every), key=_cost)
+        proved = max(every.bound, proof.seconds) if hopeful else _cost(found)
+        answer = replace(answer, bound=proved, proved_by=ALL_PLACEMENTS)
+    return replace(answer, bound=min(answer.bound, _cost(answer)))
+
+
+def _better_than(
+    cost: float, request: ScheduleRequest, placements: Iterable[Device]
+) -> dict[str, ScheduleSetting]:
+    """The settings of the placements that may have a schedule below ``cost``."""
+    found = {}
+    for device in placements:
+        try:
+            setting = on_devices(request, device)
+        except InputError:  # no room in memory
+            continue
+        if quick_bound(setting.problem) < cost * (1 - RELATIVE_TOLERANCE):
+            found[str(device)] = setting
+    return found

@@ -17,6 +17,7 @@ from stagewright.solvers.pipelines.rows.search import RowSearch, compile_row_ker
 
 _BALANCING = 0.2  # share of the time for the bound by balance
 _TRIALS = 100  # placements that are tried if each takes its share of the time
+_FEW = 200  # placements that are all solved
 _DRAWS = 100  # random neighbours, then random placements, among which one must be new
 
 
@@ -63,6 +64,18 @@ def search_placement(
         costs[device] = cost(device, costs[best])
         best = device if costs[device] <= costs[best] else best
     return best
+
+
+def few_placements(stages: int, devices: int) -> list[Device]:
+    """Every placement on at most that many equal devices; none if there are too many to solve."""
+    found: list[Device] = [()]
+    for _ in range(stages):
+        found = [
+            (*one, d) for one in found for d in range(min(devices, 1 + max(one, default=-1) + 1))
+        ]
+        if len(found) > _FEW:
+            return []
+    return found
 
 
 def placement_bound(problem: MakespanProblem, devices: int, limits: Limits) -> Bound:

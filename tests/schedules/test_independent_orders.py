@@ -118,3 +118,20 @@ def test_optimal_schedules_are_the_best_of_all_orders(seed):
         )  # fmt: skip
         assert found.makespan <= makespan + slack
         assert (found.status, found.peak_memory) == ("optimal", pytest.approx(memory))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_best_placement_is_the_best_of_all_placements(seed):
+    """Four chunks on two devices, with every order of each placement that uses both."""
+    rng = random.Random(seed)
+    times = [tuple(float(2 * rng.randint(1, 5)) for _ in range(3)) for _ in (0, 1)]
+    halves = [tuple(one / 2 for one in times[stage]) for stage in (0, 0, 1, 1)]
+    columns = list(zip(*times, strict=True))
+    placements = [(0, *rest) for rest in product((0, 1), repeat=3) if any(rest)]
+    every = (schedules(halves, device, 1, [(0.0,) * 3] * 4) for device in placements)
+    best = min(one[0] for of_placement in every for one in of_placement)
+    found = stagewright.schedule(
+        microbatches=1, forward=columns[0], backward=columns[1], weight_gradient=columns[2],
+        chunks=2, placement="free", time_limit=30.0,
+    )  # fmt: skip
+    assert (found.status, found.makespan) == ("optimal", pytest.approx(best))
