@@ -65,11 +65,11 @@ def plan_auto(
     A given plan is the first candidate. Then come balanced pipelines on equal groups of devices, so
     that there is a plan early, published schedules, and a search over stages that share groups of
     devices. What can only find plans of disjoint split stages is left out where a bound proves that
-    these are slower: SPP, the relaxed plans of servers, a search on the stages of the best of these
-    plans, and CP-SAT on its schedule. The rest is for the order of stages that share devices, a
-    search over all finite plans, one on the stages and the order of its plan, a bound on the plans
-    that share devices if that is best, and the exact joint planner. The order of the best plan is
-    solved whenever it has new stages.
+    these are slower: SPP, the relaxed plans of servers (the first few of them early, as they are
+    often the best), a search on the stages of the best of these plans, and CP-SAT on its schedule.
+    The rest is for the order of stages that share devices, a search over all finite plans, one on
+    the stages and the order of its plan, a bound on the plans that share devices if that is best,
+    and the exact joint planner. The order of the best plan is solved whenever it has new stages.
     """
     portfolio = _Portfolio(problem, limits, on_progress, choices=choices or Choices())
     if portfolio.choices.start is not None:
@@ -78,15 +78,15 @@ def plan_auto(
             portfolio.consider("given, improved", portfolio.climb, portfolio.left() / 8)
     if portfolio.has_time():
         portfolio.consider("balanced", portfolio.balance, limits.seconds / 3)
-    shared: tuple[_Step, ...] = (
-        ("published", portfolio.publish, portfolio.has_time, 1 / 4),
-        ("grouped", portfolio.group, portfolio.has_time, 1 / 4),
-    )
+    many = len(problem.cluster) > _MANY_DEVICES
+    published: _Step = ("published", portfolio.publish, portfolio.has_time, 1 / 4)
+    first: _Step = ("servers, at first", portfolio.pack, portfolio.is_open, 1 / 8)
+    grouped: _Step = ("grouped", portfolio.group, portfolio.has_time, 1 / 4)
     spp: _Step = ("spp", portfolio.split, portfolio.is_unsettled, 1 / 3)
     for name, step, is_wanted, share in (
-        *((spp, *shared) if len(problem.cluster) > _MANY_DEVICES else (*shared, spp)),
+        *((spp, published, grouped) if many else (published, first, grouped, spp)),
         ("spp, recomputing", portfolio.recompute, portfolio.is_short_of_memory, 1 / 4),
-        ("servers", portfolio.pack, portfolio.is_open, 1 / 4),
+        ("servers", portfolio.pack, portfolio.is_plain, 1 / 4),
         ("refined", portfolio.refine, portfolio.is_open, 1 / 8),
         ("cp-sat schedule", portfolio.reschedule, portfolio.is_open, 1 / 3),
         ("grouped, ordered", portfolio.order, portfolio.is_unordered, 1 / 3),
@@ -237,6 +237,10 @@ class _Portfolio(planner.PlanSearch):
     def is_general(self) -> bool:
         """Whether the best plan is not one of disjoint split stages."""
         return self.best is not None and self.cost < self.plain_cost and self.has_time()
+
+    def is_plain(self) -> bool:
+        """Whether the best plan is one of disjoint split stages, which bounds allow to improve."""
+        return self.is_open() and self.cost >= self.plain_cost
 
     def is_unsettled(self) -> bool:
         """Whether the exact joint planner may find a better plan, or prove that there is none."""
