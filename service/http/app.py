@@ -12,7 +12,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stagewright.service.http import downloads, jobs, pages, submitting, uploads
+from stagewright.service.http import admin, downloads, health, jobs, pages, submitting, uploads
 from stagewright.service.http.guard import Service
 from stagewright.service.http.openapi import Application
 from stagewright.service.http.problems import add_handlers, problem
@@ -41,10 +41,8 @@ def create_app(service: Service) -> Application:
     app.add_middleware(GZipMiddleware, minimum_size=_COMPRESSED)
     app.add_middleware(_Secured)
     app.add_middleware(_Watched)
-    for module in (submitting, jobs, downloads, uploads):
+    for module in (submitting, jobs, downloads, uploads, admin, health, pages):
         app.include_router(module.router)
-    app.include_router(pages.health)
-    app.include_router(pages.router)
     return app
 
 

@@ -11,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.hf_config import parse_hf_config
 from stagewright.graphs.models.traits import said_parameters
-from stagewright.service.http.guard import Service, Serving, Submitter
+from stagewright.service.http.guard import LOCAL, Service, Serving, Submitter
 from stagewright.service.http.limits import TooManyError
 from stagewright.service.http.openapi import GUARDED, Responses, reference, refused
 from stagewright.service.http.tokens import Caller, Scope
@@ -20,7 +20,7 @@ from stagewright.service.http.views import JobView, canonical, view
 from stagewright.service.http.webhooks import Webhooks
 from stagewright.service.jobs.kinds import KINDS, parse_request, title_of
 from stagewright.service.jobs.records import ServiceJob
-from stagewright.service.metrics import CACHED
+from stagewright.service.metrics import CACHED, SUBMITTED
 from stagewright.service.requests import Request as JobRequest
 
 router = APIRouter(responses=refused(*GUARDED, 408, 413))
@@ -157,10 +157,10 @@ def _submitted(
             raise
     found, new = store.submit(
         caller.user, kind, text, wishes.priority, wishes.key, title=title_of(asked),
-        webhook=wishes.webhook,
+        webhook=wishes.webhook, user_class="local" if caller is LOCAL else caller.scope,
     )  # fmt: skip
-    if new and found.cached_from is not None:
-        CACHED.labels(kind).inc()
+    SUBMITTED.labels(kind).inc(new)
+    CACHED.labels(kind).inc(new and found.cached_from is not None)
     return found, new
 
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 
 from sqlalchemy.exc import DataError, SQLAlchemyError
 
+from stagewright.service.jobs.overview import Presence, queued_at
 from stagewright.service.jobs.queue import MOST_ATTEMPTS, JobLeaseLostError, Queue
 from stagewright.service.jobs.records import JobEnd, JobEnding, ServiceJob, State, StoppedBy
 from stagewright.service.jobs.store import ServiceStore
-from stagewright.service.metrics import LOST, RUNS, WAITS
+from stagewright.service.metrics import JOB_ENDS, LOST, RUNS, WAITS
 from stagewright.service.workers.processes import (
     Better,
     LocalProcess,
@@ -58,15 +59,20 @@ class Worker:
     stopping: threading.Event = field(default_factory=threading.Event)
     drained_at: float = math.inf  # on the clock of `time.monotonic`
     queue: Queue = field(init=False)
+    presence: Presence = field(init=False)
     _woken: threading.Event = field(init=False, default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self.queue = Queue(self.store)
+        self.presence = Presence(self.store, self.name, self.lease_seconds / 4)
 
     def run(self) -> None:
         """Claim and answer jobs; a store that does not answer is asked again."""
         with self.store.signals.subscribed(self._woken.set, name=State.QUEUED):
-            self._work()
+            try:
+                self._work()
+            finally:
+                self.presence.leave()
 
     def stop(self, drain_seconds: float = 0.0) -> None:
         """End `run`: no job is begun, and one that has not ended in so long is queued again.
@@ -80,6 +86,7 @@ class Worker:
 
     def _work(self) -> None:
         while not self.stopping.is_set():
+            self.presence.tell()
             try:
                 LOST.inc(self.queue.expire())
                 job = self.queue.claim(self.name, self.lease_seconds)
@@ -93,8 +100,9 @@ class Worker:
 
     def answer(self, job: ServiceJob) -> None:
         """Answer a job that is claimed; what happens to the lease and the store ends it."""
-        WAITS.labels(job.kind).observe(max(0.0, (job.started or job.created) - job.created))
+        whose = job.kind, job.user_class or "unknown"
         began = time.monotonic()
+        WAITS.labels(*whose).observe(self._waited(job))
         try:
             run = _JobRun(self, job)
         except OSError:  # no process can be started now: the lease runs out
@@ -109,7 +117,14 @@ class Worker:
             pass  # its lease runs out, and it is queued again as if this worker were lost
         finally:
             run.process.kill()
-            RUNS.labels(job.kind).observe(time.monotonic() - began)
+            RUNS.labels(*whose).observe(time.monotonic() - began)
+
+    def _waited(self, job: ServiceJob) -> float:
+        """For how many seconds a job was in the queue, the last time."""
+        queued = None
+        with contextlib.suppress(SQLAlchemyError):
+            queued = queued_at(self.store, job.id)
+        return max(0.0, (job.started or job.created) - (queued or job.created))
 
 
 class _JobRun:
@@ -156,6 +171,7 @@ class _JobRun:
         """Renew the lease of the job, and end its process on the user's wish or over a limit."""
         now, limits = time.monotonic(), self.worker.limits
         self.most_bytes = max(self.most_bytes, resident_bytes)
+        self.worker.presence.tell(resident_bytes)
         if self.asked.is_set() or now - self.renewed > self.worker.lease_seconds / 4:
             self.asked.clear()
             with contextlib.suppress(SQLAlchemyError):  # asked again at the next look
@@ -188,6 +204,7 @@ class _JobRun:
             try:
                 told = outcome if self.aborted else self._told(outcome)
                 self.worker.queue.finish(self.job.id, self.worker.name, told)
+                JOB_ENDS.labels(self.job.kind, told.state).inc()
                 return
             except (DataError, ValueError):  # it will never take this: no text of a database
                 outcome = JobEnd(State.FAILED, reason="its answer cannot be stored")
