@@ -10,6 +10,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from sqlalchemy import Engine, event
 
+from stagewright.service import tracing
+
 LOG = logging.getLogger("stagewright.service")
 REGISTRY = CollectorRegistry()
 ProcessCollector(registry=REGISTRY)
@@ -58,7 +60,9 @@ def watch_store(engine: Engine) -> None:
 
 
 def note(what: str, **fields: object) -> None:
-    """Log what happened, with its ids."""
+    """Log what happened, with its ids and the trace that it is part of, if there is one."""
+    if (parent := tracing.current()) is not None:
+        fields["trace"] = parent.split("-")[1]
     LOG.info(what, extra={"fields": fields})
 
 
@@ -88,7 +92,7 @@ def log(as_json: bool) -> None:
     """Write the lines on stderr, and those of the HTTP server in the same form."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Lines(as_json))
-    for name in ("stagewright", "uvicorn"):
+    for name in ("stagewright", "uvicorn", "opentelemetry"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
     LOG.setLevel(logging.INFO)

@@ -11,6 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.hf_config import parse_hf_config
 from stagewright.graphs.models.traits import said_parameters
+from stagewright.service import tracing
 from stagewright.service.http.guard import LOCAL, Service, Serving, Submitter
 from stagewright.service.http.limits import TooManyError
 from stagewright.service.http.openapi import GUARDED, Responses, reference, refused
@@ -155,10 +156,12 @@ def _submitted(
     except TooManyError:
         if not store.knows(caller.user, kind, text, wishes.key):
             raise
+    user_class = "local" if caller is LOCAL else caller.scope.value
     found, new = store.submit(
         caller.user, kind, text, wishes.priority, wishes.key, title=title_of(asked),
-        webhook=wishes.webhook, user_class="local" if caller is LOCAL else caller.scope,
+        webhook=wishes.webhook, user_class=user_class, trace=tracing.current(),
     )  # fmt: skip
+    tracing.tell(job=found.id, kind=kind, user_class=user_class, state=found.state.value)
     SUBMITTED.labels(kind).inc(new)
     CACHED.labels(kind).inc(new and found.cached_from is not None)
     return found, new
