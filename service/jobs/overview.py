@@ -196,23 +196,25 @@ def _queue(
     return tuple(
         WaitingJob(
             one.id, one.kind, one.title, one.user, one.priority, max(0.0, now - one.since),
-            _why(one, now, workers, running.get(one.user, 0)),
+            _why(one, place, now, workers, running.get(one.user, 0)),
         )
-        for one in found
+        for place, one in enumerate(found)
     )  # fmt: skip
 
 
-def _why(job: Any, now: float, workers: tuple[WorkerRecord, ...], running: int) -> str:
-    """For what a job waits, in words."""
+def _why(job: Any, place: int, now: float, workers: tuple[WorkerRecord, ...], running: int) -> str:
+    """For what a job waits, in words; ``place`` counts from the head of the list."""
     if job.due > now:
         return f"{job.due - now:.0f} s more, after its worker was lost ({job.losses} times)"
     alive = [one for one in workers if one.alive]
     if not alive:
         return "no worker is alive"
-    if any(one.job is None for one in alive):
-        return "is begun next"
-    busy = "the worker is busy" if len(alive) == 1 else f"all {len(alive)} workers are busy"
-    return busy + (f", {running} with jobs of {job.user}" if running else "")
+    idle = sum(one.job is None for one in alive)
+    if idle:
+        return "is begun next" if place < idle else "the jobs before it"
+    if len(alive) == 1:
+        return "the worker is busy" + ", with theirs" * bool(running)
+    return f"all {len(alive)} workers are busy" + f", {running} with theirs" * bool(running)
 
 
 def _users(store: ServiceStore) -> list[UserRecord]:
