@@ -7,23 +7,31 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from sqlalchemy import Engine, event
+
+from stagewright.service import tracing
 
 LOG = logging.getLogger("stagewright.service")
 REGISTRY = CollectorRegistry()
+ProcessCollector(registry=REGISTRY)
 _LONG = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0)
+_WHOSE = ("kind", "user_class")  # the scope with which a job was submitted, or local
 REQUESTS = Histogram(
     "stagewright_request_seconds", "Requests by route.", ("method", "route", "code"),
     registry=REGISTRY,
 )  # fmt: skip
 WAITS = Histogram(
-    "stagewright_job_wait_seconds", "From its submission until a job is begun here.", ("kind",),
+    "stagewright_job_wait_seconds", "From the queue until a job is begun here.", _WHOSE,
     buckets=_LONG, registry=REGISTRY,
 )  # fmt: skip
 RUNS = Histogram(
-    "stagewright_job_run_seconds", "How long an attempt took here.", ("kind",),
+    "stagewright_job_run_seconds", "How long an attempt took here.", _WHOSE,
     buckets=_LONG, registry=REGISTRY,
+)  # fmt: skip
+JOB_ENDS = Counter(
+    "stagewright_jobs_ended", "Jobs whose end was stored here.", ("kind", "state"),
+    registry=REGISTRY,
 )  # fmt: skip
 LOST = Counter(
     "stagewright_workers_lost", "Workers whose silence was found here.", registry=REGISTRY
@@ -31,6 +39,11 @@ LOST = Counter(
 CACHED = Counter(
     "stagewright_cache_hits", "Submissions whose answer was known.", ("kind",), registry=REGISTRY
 )
+SUBMITTED = Counter("stagewright_submissions", "Jobs submitted here.", ("kind",), registry=REGISTRY)
+DELIVERED = Counter(
+    "stagewright_webhook_attempts", "Attempts to deliver a webhook here.", ("outcome",),
+    registry=REGISTRY,
+)  # fmt: skip
 STORE = Histogram("stagewright_store_seconds", "Statements of the store.", registry=REGISTRY)
 
 
@@ -47,7 +60,9 @@ def watch_store(engine: Engine) -> None:
 
 
 def note(what: str, **fields: object) -> None:
-    """Log what happened, with its ids."""
+    """Log what happened, with its ids and the trace that it is part of, if there is one."""
+    if (parent := tracing.current()) is not None:
+        fields["trace"] = parent.split("-")[1]
     LOG.info(what, extra={"fields": fields})
 
 
@@ -77,7 +92,7 @@ def log(as_json: bool) -> None:
     """Write the lines on stderr, and those of the HTTP server in the same form."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Lines(as_json))
-    for name in ("stagewright", "uvicorn"):
+    for name in ("stagewright", "uvicorn", "opentelemetry"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
     LOG.setLevel(logging.INFO)

@@ -12,7 +12,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stagewright.service.http import downloads, jobs, pages, submitting, uploads
+from stagewright.service import tracing
+from stagewright.service.http import admin, downloads, health, jobs, pages, submitting, uploads
 from stagewright.service.http.guard import Service
 from stagewright.service.http.openapi import Application
 from stagewright.service.http.problems import add_handlers, problem
@@ -20,6 +21,7 @@ from stagewright.service.metrics import REQUESTS, note
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _LOCAL = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE | re.ASCII)
+_UNTRACED = ("/health/", "/metrics", "/page/")  # what is asked all the time, and files
 _COMPRESSED = 2000  # bytes of an answer, and more
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -34,17 +36,18 @@ def create_app(service: Service) -> Application:
     """The application on a store."""
     app = Application(
         title="Stagewright", version="1", openapi_url="/v1/openapi.json", docs_url=None,
-        redoc_url=None,
+        redoc_url=None, telemetry={
+            "metrics": False, "logs": False, "operation_spans": False, "auto_configure": False,
+            "exclude": lambda scope: scope["path"].startswith(_UNTRACED),
+        },
     )  # fmt: skip
     app.state.service = service
     add_handlers(app)
     app.add_middleware(GZipMiddleware, minimum_size=_COMPRESSED)
     app.add_middleware(_Secured)
     app.add_middleware(_Watched)
-    for module in (submitting, jobs, downloads, uploads):
+    for module in (submitting, jobs, downloads, uploads, admin, health, pages):
         app.include_router(module.router)
-    app.include_router(pages.health)
-    app.include_router(pages.router)
     return app
 
 
@@ -86,6 +89,8 @@ class _Watched:
             await self._app(scope, receive, send)
             return
         code, began = 500, time.perf_counter()
+        if scope["query_string"]:
+            tracing.hide_query()
 
         async def send_watched(message: Message) -> None:
             nonlocal code

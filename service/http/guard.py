@@ -91,6 +91,7 @@ def _known(service: Service, token: str | None) -> Caller | None:
 
 Reader = Annotated[Caller, Depends(_allowed(Scope.READ))]
 Submitter = Annotated[Caller, Depends(_allowed(Scope.SUBMIT))]
+Administrator = Annotated[Caller, Depends(_allowed(Scope.ADMIN))]
 
 
 def own_job(job: str, caller: Caller, service: Service) -> ServiceJob:

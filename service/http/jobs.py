@@ -121,10 +121,10 @@ async def stream_events(
     service.limits.require_watchable(service.streams[caller.user])
     after = int(last_event_id) if _NUMBER.fullmatch(last_event_id) else 0
     told = _stream(service.store, job.id, after, request)
-    return EventSourceResponse(_counted(told, service.streams, caller.user))
+    return EventSourceResponse(counted(told, service.streams, caller.user))
 
 
-async def _counted(
+async def counted(
     told: AsyncIterator[ServerSentEvent], streams: Counter[str], user: str
 ) -> AsyncIterator[ServerSentEvent]:
     """A stream that is counted while it is read."""

@@ -1,16 +1,12 @@
-"""Routes of the page that browsers show, and of the service's health and metrics."""
+"""Routes of the page that browsers show."""
 
 from functools import cache
 from importlib.resources import files
 
 from fastapi import APIRouter, HTTPException, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
+from fastapi.responses import RedirectResponse
 
 from stagewright.executor.drawing.web.render import FOLDER as DRAWING
-from stagewright.service.http.guard import Reader, Serving
-from stagewright.service.http.openapi import GUARDED, refused, response_of
-from stagewright.service.jobs.records import State
-from stagewright.service.metrics import REGISTRY
 
 OWN = "stagewright.service.http.page"
 MEDIA_TYPES = {
@@ -19,14 +15,18 @@ MEDIA_TYPES = {
 }  # fmt: skip
 
 router = APIRouter(include_in_schema=False)  # the page holds nothing that needs a token
-health = APIRouter(responses=refused(403))
-Metrics = response_of("Metrics", CONTENT_TYPE_LATEST)  # as Prometheus reads them
 
 
 @router.get("/")
 def show_page() -> Response:
     """The page."""
     return _response("index.html")
+
+
+@router.get("/admin")
+def show_administration() -> Response:
+    """The page, where administrators see the queue, the workers and the users."""
+    return RedirectResponse("./#/admin")
 
 
 @router.get("/page/{name}")
@@ -55,29 +55,3 @@ def _folders() -> dict[str, str]:
 @cache
 def _content(name: str) -> bytes:
     return files(_folders()[name]).joinpath(name).read_bytes()
-
-
-@health.get("/health/live")
-async def live() -> dict[str, str]:
-    """The process answers, even when all its threads wait for the store."""
-    return {"status": "live"}
-
-
-@health.get("/health/ready", responses=refused(503))
-def ready(service: Serving) -> dict[str, str]:
-    """The store takes what is submitted, too."""
-    service.store.ping()
-    return {"status": "ready"}
-
-
-@health.get("/metrics", response_class=Metrics, responses=refused(*GUARDED))
-def metrics(caller: Reader, service: Serving) -> Response:
-    """Jobs by state and the oldest that waits; requests, waits and runs of this server."""
-    registry = CollectorRegistry()
-    gauge = Gauge("stagewright_jobs", "Jobs by state.", ["state"], registry=registry)
-    counts = service.store.counts()
-    for state in State:
-        gauge.labels(state.value).set(counts.get(state, 0))
-    oldest = Gauge("stagewright_queue_age_seconds", "Of the oldest that waits.", registry=registry)
-    oldest.set(service.store.queue_age())
-    return Metrics(generate_latest(registry) + generate_latest(REGISTRY))

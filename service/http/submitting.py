@@ -11,7 +11,8 @@ from starlette.concurrency import run_in_threadpool
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.hf_config import parse_hf_config
 from stagewright.graphs.models.traits import said_parameters
-from stagewright.service.http.guard import Service, Serving, Submitter
+from stagewright.service import tracing
+from stagewright.service.http.guard import LOCAL, Service, Serving, Submitter
 from stagewright.service.http.limits import TooManyError
 from stagewright.service.http.openapi import GUARDED, Responses, reference, refused
 from stagewright.service.http.tokens import Caller, Scope
@@ -20,7 +21,7 @@ from stagewright.service.http.views import JobView, canonical, view
 from stagewright.service.http.webhooks import Webhooks
 from stagewright.service.jobs.kinds import KINDS, parse_request, title_of
 from stagewright.service.jobs.records import ServiceJob
-from stagewright.service.metrics import CACHED
+from stagewright.service.metrics import CACHED, SUBMITTED
 from stagewright.service.requests import Request as JobRequest
 
 router = APIRouter(responses=refused(*GUARDED, 408, 413))
@@ -155,12 +156,14 @@ def _submitted(
     except TooManyError:
         if not store.knows(caller.user, kind, text, wishes.key):
             raise
+    user_class = "local" if caller is LOCAL else caller.scope.value
     found, new = store.submit(
         caller.user, kind, text, wishes.priority, wishes.key, title=title_of(asked),
-        webhook=wishes.webhook,
+        webhook=wishes.webhook, user_class=user_class, trace=tracing.current(),
     )  # fmt: skip
-    if new and found.cached_from is not None:
-        CACHED.labels(kind).inc()
+    tracing.tell(job=found.id, kind=kind, user_class=user_class, state=found.state.value)
+    SUBMITTED.labels(kind).inc(new)
+    CACHED.labels(kind).inc(new and found.cached_from is not None)
     return found, new
 
 

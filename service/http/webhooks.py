@@ -22,6 +22,7 @@ from stagewright.service.http.tokens import Caller, Scope
 from stagewright.service.http.views import view
 from stagewright.service.jobs.queue import Deliveries, Delivery
 from stagewright.service.jobs.store import ServiceStore
+from stagewright.service.metrics import DELIVERED
 
 SECRET = "STAGEWRIGHT_WEBHOOK_SECRET"  # the variable of the environment
 _LEAST_SECRET = 24  # characters
@@ -103,6 +104,8 @@ class Deliverer:
             deliveries.done(delivery)
         else:
             deliveries.failed(delivery, reason)
+        failed = "given up" if delivery.is_last else "failed"
+        DELIVERED.labels("delivered" if reason is None else failed).inc()
         return reason is None
 
     def _failure(self, url: str, body: str, headers: dict[str, str]) -> str | None:

@@ -60,7 +60,8 @@ class ServiceJob:
     ``answer`` is its JSON object and ``document`` the document that it carries (a plan). Times are
     seconds since 1970. ``cached_from`` is the job whose answer this one has, ``cached_user`` whose
     job that is, ``title`` names its model and cluster, and ``webhook`` is the URL that is told of
-    its end, of which ``delivery`` says whether it has been.
+    its end, of which ``delivery`` says whether it has been. ``user_class`` is the scope with which
+    it was submitted, or ``local``, and ``trace`` the traceparent of its submission.
     """
 
     id: str
@@ -87,6 +88,8 @@ class ServiceJob:
     webhook: str | None
     delivery: DeliveryRecord | None
     cached_user: str | None
+    user_class: str | None
+    trace: str | None
 
     @property
     def has_ended(self) -> bool:

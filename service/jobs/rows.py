@@ -136,10 +136,13 @@ JOBS = sa.Table(
     sa.Column("leased_until", sa.Float),
     sa.Column("title", sa.String(200), nullable=False, server_default=sa.text("''")),
     sa.Column("webhook", sa.String(2000)),
+    sa.Column("user_class", sa.String(8)),
+    sa.Column("trace", sa.String(55)),  # a traceparent (W3C Trace Context)
     sa.UniqueConstraint("user", "idempotency_key", name="once"),
     sa.Index("waiting", "state", "priority", "created"),
     sa.Index("alike", "digest", "state"),
     sa.Index("of_user", "user", "created", "id"),
+    sa.Index("spent", "user", "state", "started", "finished"),
 )
 
 EVENTS = sa.Table(
@@ -187,6 +190,15 @@ DELIVERIES = sa.Table(
     sa.Index("due", "state", "due"),
     sa.Index("delivery_of_job", "job"),
     sqlite_autoincrement=True,
+)
+
+WORKERS = sa.Table(
+    "workers",
+    TABLES,
+    sa.Column("name", sa.String(64), primary_key=True),
+    sa.Column("began", sa.Float, nullable=False),
+    sa.Column("seen", sa.Float, nullable=False),
+    sa.Column("resident_bytes", sa.Float, nullable=False),
 )
 
 

@@ -129,12 +129,15 @@ class ServiceStore:
         *,
         title: str = "",
         webhook: str | None = None,
+        user_class: str | None = None,
+        trace: str | None = None,
     ) -> tuple[ServiceJob, bool]:
         """Queue a validated request; the job, and whether it is new.
 
         A request with the ``key`` of an earlier one is that one. A request that was answered
         completely before, for anybody, has its answer at once. ``title`` tells the job from others
-        in lists; ``webhook`` is the URL that is told of its end.
+        in lists; ``webhook`` is the URL that is told of its end; ``user_class`` and ``trace`` are
+        those of `ServiceJob`.
 
         Raises
         ------
@@ -146,7 +149,7 @@ class ServiceStore:
             "id": uuid.uuid4().hex, "kind": kind, "user": user, "state": State.QUEUED,
             "request": request, "digest": digest, "priority": priority, "created": self.clock(),
             "attempts": 0, "losses": 0, "reason": "", "idempotency_key": key,
-            "title": title[:_TITLE], "webhook": webhook,
+            "title": title[:_TITLE], "webhook": webhook, "user_class": user_class, "trace": trace,
         }  # fmt: skip
         try:
             with self.writing() as database:
@@ -322,13 +325,6 @@ class ServiceStore:
         asked = sa.select(sa.func.count()).where(JOBS.c.user == user, JOBS.c.state == State.QUEUED)
         with self._engine.connect() as database:
             return database.execute(asked).scalar_one()
-
-    def queue_age(self) -> float:
-        """Seconds since the oldest job that waits was submitted; 0 if none does."""
-        asked = sa.select(sa.func.min(JOBS.c.created)).where(JOBS.c.state == State.QUEUED)
-        with self._engine.connect() as database:
-            oldest = database.execute(asked).scalar()
-        return 0.0 if oldest is None else max(0.0, self.clock() - oldest)
 
     def counts(self) -> dict[State, int]:
         """How many jobs are in each state."""

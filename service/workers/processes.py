@@ -54,8 +54,16 @@ class Better:
     doing: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The process has started, and begins to answer."""
+
+
+Told = Better | Begun | JobEnd
+
+
 def solve(connection: Connection, kind: str, request: str) -> None:
-    """Answer a request; sends every `Better` answer, then the `JobEnd`.
+    """Answer a request; sends `Begun`, every `Better` answer, then the `JobEnd`.
 
     ``STOP`` from the other end ends the search with its best answer. When the other end is gone,
     so is this process.
@@ -97,6 +105,7 @@ def _answered(connection: Connection, kind: str, request: str, stop: threading.E
         connection.send(Better(cost, bound, better, plans, progress.doing))
 
     asked, began = parse_request(kind, request), monotonic()
+    connection.send(Begun())
     answer = KINDS[kind].answer(asked, report, stop)
     if stop.is_set():
         return outcome_of(answer, StoppedBy.USER)
@@ -153,7 +162,7 @@ class Look:
     ``exit_code`` is None while it runs; ``out_of_memory``: the kernel has killed it for that.
     """
 
-    told: Better | JobEnd | None
+    told: Told | None
     exit_code: int | None
     resident_bytes: float
     out_of_memory: bool = False
@@ -226,11 +235,11 @@ class LocalProcess:
         self._connection.close()
 
 
-def _received(connection: Connection, seconds: float) -> Better | JobEnd | None:
+def _received(connection: Connection, seconds: float) -> Told | None:
     """What the process tells next; None if it is silent or gone."""
     try:
         if connection.poll(seconds):
-            told: Better | JobEnd = connection.recv()
+            told: Told = connection.recv()
             return told
     except (EOFError, OSError):
         time.sleep(seconds)

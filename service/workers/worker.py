@@ -11,11 +11,14 @@ from dataclasses import dataclass, field, replace
 
 from sqlalchemy.exc import DataError, SQLAlchemyError
 
+from stagewright.service import tracing
+from stagewright.service.jobs.overview import Presence, queued_at
 from stagewright.service.jobs.queue import MOST_ATTEMPTS, JobLeaseLostError, Queue
 from stagewright.service.jobs.records import JobEnd, JobEnding, ServiceJob, State, StoppedBy
 from stagewright.service.jobs.store import ServiceStore
-from stagewright.service.metrics import LOST, RUNS, WAITS
+from stagewright.service.metrics import JOB_ENDS, LOST, RUNS, WAITS
 from stagewright.service.workers.processes import (
+    Begun,
     Better,
     LocalProcess,
     Look,
@@ -58,15 +61,20 @@ class Worker:
     stopping: threading.Event = field(default_factory=threading.Event)
     drained_at: float = math.inf  # on the clock of `time.monotonic`
     queue: Queue = field(init=False)
+    presence: Presence = field(init=False)
     _woken: threading.Event = field(init=False, default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self.queue = Queue(self.store)
+        self.presence = Presence(self.store, self.name, self.lease_seconds / 4)
 
     def run(self) -> None:
         """Claim and answer jobs; a store that does not answer is asked again."""
         with self.store.signals.subscribed(self._woken.set, name=State.QUEUED):
-            self._work()
+            try:
+                self._work()
+            finally:
+                self.presence.leave()
 
     def stop(self, drain_seconds: float = 0.0) -> None:
         """End `run`: no job is begun, and one that has not ended in so long is queued again.
@@ -80,6 +88,7 @@ class Worker:
 
     def _work(self) -> None:
         while not self.stopping.is_set():
+            self.presence.tell()
             try:
                 LOST.inc(self.queue.expire())
                 job = self.queue.claim(self.name, self.lease_seconds)
@@ -93,8 +102,17 @@ class Worker:
 
     def answer(self, job: ServiceJob) -> None:
         """Answer a job that is claimed; what happens to the lease and the store ends it."""
-        WAITS.labels(job.kind).observe(max(0.0, (job.started or job.created) - job.created))
-        began = time.monotonic()
+        whose, facts = (job.kind, job.user_class or "unknown"), _facts(job)
+        queued, begun = self._queued(job), job.started or job.created
+        WAITS.labels(*whose).observe(max(0.0, begun - queued))
+        tracing.record("queue", job.trace, queued, begun, **facts)
+        with (
+            RUNS.labels(*whose).time(),
+            tracing.span("job", job.trace, worker=self.name, attempt=job.attempts, **facts),
+        ):
+            self._answer(job)
+
+    def _answer(self, job: ServiceJob) -> None:
         try:
             run = _JobRun(self, job)
         except OSError:  # no process can be started now: the lease runs out
@@ -103,13 +121,24 @@ class Worker:
         try:
             with self.store.signals.subscribed(run.asked.set, job=job.id, name="asked"):
                 run.until_done()
-        except JobLeaseLostError:
-            pass  # another worker has it: what this one found does not count
-        except MachineLostError:
-            pass  # its lease runs out, and it is queued again as if this worker were lost
+        except (JobLeaseLostError, MachineLostError):
+            # Another worker has the job, and what this one found does not count; or its lease runs
+            # out, and it is queued again as if this worker were lost.
+            tracing.fail()
         finally:
             run.process.kill()
-            RUNS.labels(job.kind).observe(time.monotonic() - began)
+            run.trace()
+
+    def _queued(self, job: ServiceJob) -> float:
+        """When a job was queued, the last time."""
+        with contextlib.suppress(SQLAlchemyError):
+            return queued_at(self.store, job.id) or job.created
+        return job.created
+
+
+def _facts(job: ServiceJob) -> dict[str, str | None]:
+    """What spans say of a job."""
+    return {"job": job.id, "kind": job.kind, "user_class": job.user_class}
 
 
 class _JobRun:
@@ -119,6 +148,7 @@ class _JobRun:
         self.worker, self.job = worker, job
         self.process = worker.start(job.kind, job.request)
         now = time.monotonic()
+        self.doing, self.doing_since = "start", time.time()
         self.ends = now + worker.limits.seconds
         self.renewed = now
         self.kill_at: float | None = None
@@ -134,7 +164,9 @@ class _JobRun:
             if isinstance(seen.told, JobEnd):
                 self._finish(seen.told)
                 return
-            if seen.told is not None:
+            if isinstance(seen.told, Begun):
+                self.trace("solve")
+            elif seen.told is not None:
                 self._write(seen.told)
             elif seen.exit_code is not None:
                 self._end_without_outcome(seen)
@@ -144,6 +176,12 @@ class _JobRun:
                 self.process.kill()
                 self._give_back("its server was stopped", counted=False)
                 return
+
+    def trace(self, next_doing: str = "") -> None:
+        """End the span of what the process does: it starts, then it solves."""
+        now = time.time()
+        tracing.record(self.doing, tracing.current(), self.doing_since, now, **_facts(self.job))
+        self.doing, self.doing_since = next_doing, now
 
     def _write(self, better: Better) -> None:
         with contextlib.suppress(SQLAlchemyError):  # the next one may be stored
@@ -156,6 +194,7 @@ class _JobRun:
         """Renew the lease of the job, and end its process on the user's wish or over a limit."""
         now, limits = time.monotonic(), self.worker.limits
         self.most_bytes = max(self.most_bytes, resident_bytes)
+        self.worker.presence.tell(resident_bytes)
         if self.asked.is_set() or now - self.renewed > self.worker.lease_seconds / 4:
             self.asked.clear()
             with contextlib.suppress(SQLAlchemyError):  # asked again at the next look
@@ -188,6 +227,10 @@ class _JobRun:
             try:
                 told = outcome if self.aborted else self._told(outcome)
                 self.worker.queue.finish(self.job.id, self.worker.name, told)
+                JOB_ENDS.labels(self.job.kind, told.state).inc()
+                tracing.tell(state=told.state.value, stopped_by=told.stopped_by)
+                if told.state is State.FAILED:
+                    tracing.fail()
                 return
             except (DataError, ValueError):  # it will never take this: no text of a database
                 outcome = JobEnd(State.FAILED, reason="its answer cannot be stored")
@@ -231,5 +274,6 @@ class _JobRun:
 
     def _give_back(self, reason: str, *, counted: bool) -> None:
         """Queue the job again; where the store does not answer, its lease runs out."""
+        tracing.tell(state=State.QUEUED.value)
         with contextlib.suppress(SQLAlchemyError):
             self.worker.queue.give_back(self.job.id, self.worker.name, reason, counted=counted)

@@ -85,6 +85,7 @@ def serve(given: ServeOptions) -> int:
             raise InputError(f"--{name} must be more than 0 {unit}, got {value:g}")
     given.require()
     try:
+        from stagewright.service import tracing
         from stagewright.service.http.server import Server
         from stagewright.service.http.webhooks import SECRET, Webhooks
         from stagewright.service.jobs.store import opened
@@ -95,6 +96,7 @@ def serve(given: ServeOptions) -> int:
         ) from None
     if given.log_format is not None:
         log(given.log_format == "json")
+    tracing.start()
     webhooks = None
     if given.webhook_origin:
         webhooks = Webhooks(tuple(given.webhook_origin), os.environ.get(SECRET, ""))

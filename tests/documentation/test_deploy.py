@@ -12,7 +12,7 @@ from kubernetes_validate import validate
 from typer.main import get_command
 
 from stagewright.cli import app
-from stagewright.service.http.pages import health
+from stagewright.service.http import health
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -76,7 +76,7 @@ def test_every_manifest_is_applied() -> None:
 
 
 def test_probes_and_ports_are_those_of_the_service() -> None:
-    paths = {route.path for route in health.routes}  # type: ignore[attr-defined]
+    paths = {route.path for route in health.router.routes}  # type: ignore[attr-defined]
     for one in manifests():
         if one["kind"] != "Deployment":
             continue

@@ -3,7 +3,6 @@
 import asyncio
 import io
 import json
-import logging
 import re
 import threading
 import zipfile
@@ -24,7 +23,6 @@ from stagewright.formulations.operators.plan import FORMAT as OPERATORS
 from stagewright.graphs.documents.documents import to_json
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Link, uniform_servers
-from stagewright.service import metrics
 from stagewright.service.http import limits as rates
 from stagewright.service.http.app import HEADERS, create_app
 from stagewright.service.http.guard import Service
@@ -34,7 +32,6 @@ from stagewright.service.jobs.kinds import KINDS, parse_request
 from stagewright.service.jobs.queue import Queue
 from stagewright.service.jobs.records import JobEnd, State
 from stagewright.service.jobs.store import ServiceStore
-from stagewright.service.metrics import Lines
 from stagewright.service.workers.processes import outcome_of
 
 LOCAL = "http://127.0.0.1:8754"
@@ -447,59 +444,6 @@ def test_numbers_of_events_that_no_database_has(
     assert "id: " in client.get(f"/v1/jobs/{planned}/events", headers=headers).text
     where = f"/v1/jobs/{planned}/history"
     assert "after" in told(client.get(where, params={"after": number}), 422)
-
-
-def test_metrics_count_jobs_by_state(client: TestClient) -> None:
-    client.post("/v1/jobshop", content=TWO_JOBS)
-    text = client.get("/metrics").text
-    assert 'stagewright_jobs{state="queued"} 1.0' in text
-    assert 'stagewright_jobs{state="failed"} 0.0' in text
-
-
-def test_metrics_count_requests_by_route_and_the_age_of_the_queue(
-    client: TestClient, store: ServiceStore
-) -> None:
-    def figure(name: str) -> float:
-        found = re.search(rf"^{re.escape(name)} (\S+)$", client.get("/metrics").text, re.MULTILINE)
-        return float(found[1]) if found else 0.0
-
-    count = "stagewright_request_seconds_count"
-    posted = f'{count}{{code="202",method="POST",route="/v1/jobshop"}}'
-    missing = f'{count}{{code="404",method="any",route="none"}}'
-    before = figure(posted), figure(missing)
-    assert figure("stagewright_queue_age_seconds") == 0
-    client.post("/v1/jobshop", content=TWO_JOBS)
-    created = store.page("local")[0].created
-    store.clock = lambda: created + 7
-    client.request("INVENTED", f"/{'no route ' * 3}")
-    assert (figure(posted), figure(missing)) == (before[0] + 1, before[1] + 1)
-    assert figure("stagewright_queue_age_seconds") == 7
-
-
-@pytest.mark.parametrize("as_json", [True, False])
-def test_requests_and_events_of_jobs_are_logged_with_their_ids(
-    client: TestClient, as_json: bool
-) -> None:
-    written = io.StringIO()
-    handler = logging.StreamHandler(written)
-    handler.setFormatter(Lines(as_json))
-    metrics.LOG.addHandler(handler)
-    metrics.LOG.setLevel(logging.INFO)
-    try:
-        job = client.post("/v1/jobshop", content=TWO_JOBS).json()["id"]
-        client.get('/no "route"')
-    finally:
-        metrics.LOG.removeHandler(handler)
-    lines = written.getvalue().splitlines()
-    if as_json:
-        queued, posted, missing = map(json.loads, lines)
-        assert (queued["what"], queued["job"], queued["event"]) == ("job", job, "queued")
-        assert (posted["method"], posted["path"], posted["code"]) == ("POST", "/v1/jobshop", 202)
-        assert missing["path"] == '/no "route"'
-    else:
-        assert lines[0].endswith(f" info job job={job} event=queued")
-        assert "method=POST path=/v1/jobshop code=202" in lines[1]
-        assert r'path="/no \"route\"" code=404' in lines[2]
 
 
 def test_a_store_that_takes_no_jobs_is_not_ready(client: TestClient, store: ServiceStore) -> None:

@@ -156,6 +156,7 @@ VIEWS = {  # the place of each, and what is true once it is there
     "jobs": ("jobs", "document.querySelectorAll('.list tbody tr').length >= 2"),
     "job": ("jobs/{0}", f"{DRAWN} && {CURVES}"),
     "kind": ("new/schedule", "document.querySelector('[name=microbatches]')"),
+    "admin": ("admin", "document.querySelector('.admin .state.idle')"),
     "two": ("compare/{0}/{1}", "document.querySelectorAll('.timeline canvas').length === 2"),
 }
 QUICK = [("job", 360, True), ("two", 360, False)]
@@ -514,6 +515,43 @@ def test_older_jobs_are_on_further_pages(tmp_path: Path) -> None:
           states.value = 'failed'; states.dispatchEvent(new Event('change'))""")
         browser.await_that(f"{links}.length === 1")
         assert browser.errors == []
+
+
+@in_a_browser
+def test_an_administrator_sees_the_queue_and_stops_a_job_by_keys(tmp_path: Path) -> None:
+    store = ServiceStore(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
+    title = "a-name-that-never-ends-" * 8
+    requests = [plan_request(microbatches=2 + i) for i in range(120)]
+    jobs = [store.submit("u" * 90, "plan", one, title=title)[0].id for one in requests]
+    rows = "[...document.querySelectorAll('section:nth-of-type(2) .admin tbody tr')]"
+    with serving(tmp_path, workers=0) as url, browsing(tmp_path) as browser:
+        browser.open(f"{url}/admin", 1400)
+        browser.await_that(f"{rows}.length === 20 && !document.querySelector('#admin').hidden")
+        browser.run("document.querySelector('[data-key=more]').click()")
+        browser.await_that(f"{rows}.length === 100")
+        for width, dark in ((768, False), (360, True), (1400, False)):
+            browser.look(width, dark)
+            browser.picture(tmp_path / f"admin-{width}.png")
+            assert browser.run("document.documentElement.scrollWidth") <= width
+        assert "no worker is alive" in browser.run(f"{rows}[0].textContent")
+        # What is pressed first only asks, and keeps the focus while the rows are drawn anew.
+        browser.run(f"{rows}[0].querySelector('button').focus()")
+        browser.press(" ", 32)
+        store.submit("ann", "jobshop", TWO_JOBS, priority=5)
+        browser.await_that(f"{rows}[0].textContent.includes('ann')")
+        assert browser.run("document.activeElement.ariaLabel").endswith(f"{jobs[0][:8]}: sure?")
+        assert store.get(jobs[0]).state == "queued"
+        browser.press(" ", 32)
+        browser.await_that("document.querySelector('.facts').textContent.includes('1failed')")
+        assert store.get(jobs[0]).stopped_by == "user"
+        # Nobody else is offered what they may not see.
+        submit = Tokens(store.engine).create("ann", Scope.SUBMIT)
+        browser.run(f"sessionStorage.setItem('stagewright-token', '{submit}')")
+        browser.open(f"{url}/?again", 1400)
+        browser.await_that("document.querySelector('.list table')")
+        assert browser.run("document.querySelector('#admin').hidden")
+        assert browser.errors == []
+    store.close()
 
 
 @in_a_browser

@@ -49,13 +49,13 @@ export async function download(path) {
   setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
 }
 
-const pause = (delay, signal) => new Promise((done) => {
+export const pause = (delay, signal) => new Promise((done) => {
   const timer = setTimeout(done, delay * 1000);
   signal.addEventListener("abort", () => { clearTimeout(timer); done(); }, {once: true});
 });
 
 // Server-sent events of a response: EventSource cannot send a token.
-async function* events(response) {
+export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "", event = {};
   for (;;) {

@@ -1,5 +1,6 @@
 // Which view is shown follows from the address after #; the token is asked for where it is needed.
-import {token} from "./api.js";
+import {showAdministration} from "./admin.js";
+import {read, token} from "./api.js";
 import {showComparison} from "./compare.js";
 import {tell} from "./dom.js";
 import {showJob} from "./job.js";
@@ -9,13 +10,14 @@ import {showForm} from "./submit.js";
 const root = document.getElementById("view"), alert = document.getElementById("problem");
 const form = document.getElementById("token"), text = document.getElementById("token-text");
 const problem = (line) => tell(alert, line);
-let view = new AbortController();
+let view = new AbortController(), known = null;
 
 const VIEWS = [
   [/^jobs$/, (signal) => showJobs(root, signal)],
   [/^jobs\/before\/(\w+)$/, (signal, before) => showJobs(root, signal, before)],
   [/^jobs\/(\w+)$/, (signal, id) => showJob(root, id, signal, problem)],
   [/^compare\/(\w+)\/(\w+)$/, (signal, ...jobs) => showComparison(root, jobs, signal)],
+  [/^admin$/, (signal) => showAdministration(root, signal, problem)],
   [/^new$/, (signal) => showForm(root, "plan", signal)],
   [/^new\/([\w-]+)$/, (signal, kind) => showForm(root, kind, signal)],
 ];
@@ -26,6 +28,14 @@ function failed(error) {
   if (error.status !== 401) return;
   form.hidden = false;
   text.focus();
+}
+
+// Administrators have a view more.
+async function offer() {
+  if (known === token.get()) return;
+  const {scope} = await read("me");
+  known = token.get();
+  document.getElementById("admin").hidden = scope !== "admin";
 }
 
 async function show() {
@@ -46,6 +56,7 @@ async function show() {
     document.title = `${title.textContent} · Stagewright`;
     title.focus({preventScroll: true});
     scrollTo(0, 0);
+    await offer();
   } catch (error) {
     if (!signal.aborted) failed(error);
   }
