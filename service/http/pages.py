@@ -11,6 +11,7 @@ from stagewright.service.http.guard import Reader, Serving
 from stagewright.service.http.openapi import GUARDED, refused, response_of
 from stagewright.service.jobs.records import State
 from stagewright.service.metrics import REGISTRY
+from stagewright.service.workers.worker import SILENT_SECONDS
 
 OWN = "stagewright.service.http.page"
 MEDIA_TYPES = {
@@ -57,9 +58,12 @@ def _content(name: str) -> bytes:
     return files(_folders()[name]).joinpath(name).read_bytes()
 
 
-@health.get("/health/live")
-async def live() -> dict[str, str]:
-    """The process answers, even when all its threads wait for the store."""
+@health.get("/health/live", responses=refused(503))
+async def live(service: Serving) -> dict[str, str]:
+    """The process answers and its workers go on, even when all its threads wait for the store."""
+    if (silent := service.silent()) > SILENT_SECONDS:
+        told = f"a worker of this server hangs: silent for {silent:.0f} s"
+        raise HTTPException(503, told, {"Retry-After": "60"})
     return {"status": "live"}
 
 
