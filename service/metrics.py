@@ -78,6 +78,8 @@ class Lines(logging.Formatter):
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         told = {"at": at, "level": record.levelname.lower(), "what": record.getMessage()}
         fields: dict[str, object] = getattr(record, "fields", {})
+        if record.exc_info:
+            fields = fields | {"error": self.formatException(record.exc_info)}
         if self._as_json:
             return json.dumps(told | fields, default=str)
         return " ".join([*told.values(), *(f"{name}={_word(one)}" for name, one in fields.items())])

@@ -28,7 +28,8 @@ class Service:
 
     ``open_to_all``: for one machine alone, and without tokens until the first is made. ``rate``
     limits the requests of each user, and those without a valid token of each address. ``webhooks``
-    None: none are sent. ``streams`` of events are read now, by user.
+    None: none are sent. ``streams`` of events are read now, by user. ``silent``: for how many
+    seconds one of this server's workers has not been seen to go on.
     """
 
     store: ServiceStore
@@ -37,6 +38,7 @@ class Service:
     rate: RequestRate | None = None
     webhooks: Webhooks | None = None
     streams: Counter[str] = field(default_factory=Counter)
+    silent: Callable[[], float] = float
     _closed: threading.Event = field(default_factory=threading.Event)
 
     def needs_token(self) -> bool:

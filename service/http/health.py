@@ -4,7 +4,7 @@ import importlib.metadata
 import shutil
 from pathlib import Path
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, HTTPException, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -20,14 +20,18 @@ from stagewright.service.jobs.overview import (
 from stagewright.service.jobs.records import DeliveryState, State
 from stagewright.service.jobs.store import ServiceStore
 from stagewright.service.metrics import REGISTRY
+from stagewright.service.workers.worker import SILENT_SECONDS
 
 router = APIRouter(responses=refused(403))
 Metrics = response_of("Metrics", CONTENT_TYPE_LATEST)
 
 
-@router.get("/health/live")
-async def live() -> dict[str, str]:
-    """The process answers, even when all its threads wait for the store."""
+@router.get("/health/live", responses=refused(503))
+async def live(service: Serving) -> dict[str, str]:
+    """The process answers and its workers go on, even when all its threads wait for the store."""
+    if (silent := service.silent()) > SILENT_SECONDS:
+        told = f"a worker of this server hangs: silent for {silent:.0f} s"
+        raise HTTPException(503, told, {"Retry-After": "60"})
     return {"status": "live"}
 
 

@@ -1,5 +1,6 @@
 """The server: the application, and workers in threads that answer its jobs in processes."""
 
+import os
 import signal
 import socket
 import threading
@@ -18,11 +19,13 @@ from stagewright.service.http.tokens import Tokens
 from stagewright.service.http.webhooks import POLL_SECONDS, Deliverer, Webhooks
 from stagewright.service.jobs.store import ServiceStore
 from stagewright.service.jobs.upkeep import RepeatedStep, retention
+from stagewright.service.metrics import LOG
 from stagewright.service.workers.processes import LocalProcess, Start
-from stagewright.service.workers.worker import JobLimits, Worker
+from stagewright.service.workers.worker import SILENT_SECONDS, JobLimits, Worker
 
 _PER_SECOND = 50.0  # requests of each user
 _BURST_SECONDS = 10.0  # how long a user may have asked for nothing, to ask for all of it at once
+_HUNG_SECONDS = 5 * SILENT_SECONDS  # after which a server ends itself: probes are sooner
 _DELIVERERS = 4  # deliveries of webhooks at a time
 _MOST_QUEUED = 1000  # jobs of each user
 _MOST_STREAMS = 200  # of events that each user reads
@@ -63,12 +66,12 @@ class Server:
         at SIGINT, and at a further signal, all are at once.
         """
         listening = self._bound()
-        app = create_app(self._service())
         made = [
             Worker(self.store, JobLimits(memory_bytes=self.memory_bytes), start=self.start)
             for _ in range(self.workers)
         ]
-        beside = list(self._beside())
+        app = create_app(self._service(lambda: _silent(made)))
+        beside = [*self._beside(), RepeatedStep(lambda: _end_if_hung(made), SILENT_SECONDS)]
         runs = [one.run for one in made] + [one.run for one in beside]
         threads = [threading.Thread(target=run) for run in runs]
         for thread in threads:
@@ -109,7 +112,7 @@ class Server:
         if self.keep_days is not None:
             yield retention(self.store, self.keep_days)
 
-    def _service(self) -> Service:
+    def _service(self, silent: Callable[[], float]) -> Service:
         free = not Tokens(self.store.engine).exist()
         per_second = self.per_second or (None if free else _PER_SECOND)
         return Service(
@@ -122,6 +125,7 @@ class Server:
             open_to_all=free,
             webhooks=self.webhooks,
             rate=None if per_second is None else _rate(per_second),
+            silent=silent,
         )
 
     def _bound(self) -> socket.socket:
@@ -132,6 +136,19 @@ class Server:
             raise InputError(
                 f"--host {self.host} --port {self.port}: {error.strerror or error}"
             ) from None
+
+
+def _silent(workers: Sequence[Worker]) -> float:
+    """For how long the most silent of them has been silent."""
+    return max((one.silent_seconds() for one in workers), default=0.0)
+
+
+def _end_if_hung(workers: Sequence[Worker]) -> bool:
+    """End this process, for who starts it again, where no probe has: a hung thread cannot be."""
+    if (silent := _silent(workers)) > _HUNG_SECONDS:
+        LOG.error("a worker hangs: the server ends", extra={"fields": {"seconds": round(silent)}})
+        os._exit(1)  # jobs end with it, and are queued again when their leases have run out
+    return False
 
 
 class _Draining(uvicorn.Server):

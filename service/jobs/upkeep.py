@@ -1,6 +1,5 @@
 """Steps that a server repeats while it runs, such as deleting jobs that ended long ago."""
 
-import contextlib
 import os
 import sqlite3
 import tempfile
@@ -15,6 +14,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.jobs.store import ServiceStore
+from stagewright.service.metrics import LOG
 
 
 def back_up(url: str, target: Path) -> None:
@@ -66,8 +66,7 @@ def _copy(source: Path, copy: Path) -> None:
 class RepeatedStep:
     """Takes a step again and again until it is stopped, in a thread.
 
-    After a step that tells that there was nothing to do, or a store that does not answer, it waits
-    for ``seconds``.
+    After a step that tells that there was nothing to do, or that fails, it waits for ``seconds``.
     """
 
     step: Callable[[], bool]
@@ -78,8 +77,12 @@ class RepeatedStep:
         """Repeat the step until it is stopped."""
         while not self.stopping.is_set():
             busy = False
-            with contextlib.suppress(SQLAlchemyError):
+            try:
                 busy = self.step()
+            except SQLAlchemyError:
+                pass  # the store does not answer
+            except Exception:  # a defect, which ends no thread
+                LOG.exception("upkeep")
             if not busy:
                 self.stopping.wait(self.seconds)
 

@@ -16,7 +16,7 @@ from stagewright.service.jobs.overview import Presence, queued_at
 from stagewright.service.jobs.queue import MOST_ATTEMPTS, JobLeaseLostError, Queue
 from stagewright.service.jobs.records import JobEnd, JobEnding, ServiceJob, State, StoppedBy
 from stagewright.service.jobs.store import ServiceStore
-from stagewright.service.metrics import JOB_ENDS, LOST, RUNS, WAITS
+from stagewright.service.metrics import JOB_ENDS, LOG, LOST, RUNS, WAITS
 from stagewright.service.workers.processes import (
     Begun,
     Better,
@@ -25,6 +25,9 @@ from stagewright.service.workers.processes import (
     MachineLostError,
     Start,
 )
+
+# More than a worker may wait for the store: silent for longer, its thread hangs.
+SILENT_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,8 @@ class Worker:
         default_factory=lambda: f"{socket.gethostname()[:20]}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     )
     stopping: threading.Event = field(default_factory=threading.Event)
-    drained_at: float = math.inf  # on the clock of `time.monotonic`
+    drained_at: float = math.inf  # on the clock of `time.monotonic`, as is `seen`
+    seen: float = field(default_factory=time.monotonic)
     queue: Queue = field(init=False)
     presence: Presence = field(init=False)
     _woken: threading.Event = field(init=False, default_factory=threading.Event)
@@ -76,6 +80,10 @@ class Worker:
             finally:
                 self.presence.leave()
 
+    def silent_seconds(self) -> float:
+        """How long ago its thread was last seen to go on; 0 of one that is asked to end."""
+        return 0.0 if self.stopping.is_set() else time.monotonic() - self.seen
+
     def stop(self, drain_seconds: float = 0.0) -> None:
         """End `run`: no job is begun, and one that has not ended in so long is queued again.
 
@@ -89,16 +97,25 @@ class Worker:
     def _work(self) -> None:
         while not self.stopping.is_set():
             self.presence.tell()
+            self.seen = time.monotonic()
+            answered = False
             try:
-                LOST.inc(self.queue.expire())
-                job = self.queue.claim(self.name, self.lease_seconds)
+                answered = self._answer_next()
             except SQLAlchemyError:
-                job = None
-            if job is None:
+                pass
+            except Exception:  # a defect: the job's lease runs out, and the thread goes on
+                LOG.exception("worker")
+            if not answered:
                 self._woken.wait(self.look_seconds)
                 self._woken.clear()
-            else:
-                self.answer(job)
+
+    def _answer_next(self) -> bool:
+        """Answer the next job; whether there was one."""
+        LOST.inc(self.queue.expire())
+        job = self.queue.claim(self.name, self.lease_seconds)
+        if job is not None:
+            self.answer(job)
+        return job is not None
 
     def answer(self, job: ServiceJob) -> None:
         """Answer a job that is claimed; what happens to the lease and the store ends it."""
@@ -160,6 +177,7 @@ class _JobRun:
     def until_done(self) -> None:
         """Pass on what the process tells, and end it if it must."""
         while True:
+            self.worker.seen = time.monotonic()
             seen = self.process.look(self.worker.poll_seconds)
             if isinstance(seen.told, JobEnd):
                 self._finish(seen.told)
@@ -224,6 +242,7 @@ class _JobRun:
     def _finish(self, outcome: JobEnd) -> None:
         """Store how the job ended; try again while the store does not answer."""
         while True:
+            self.worker.seen = time.monotonic()
             try:
                 told = outcome if self.aborted else self._told(outcome)
                 self.worker.queue.finish(self.job.id, self.worker.name, told)

@@ -2,9 +2,13 @@
 
 import contextlib
 import errno
+import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
@@ -15,13 +19,16 @@ import pytest
 from planning_jobs import TWO_JOBS, Clock, long_request
 from processes import PATIENCE, started_from_now_on
 
-pytest.importorskip("sqlalchemy")
+pytest.importorskip("fastapi", reason="the service is not installed")
+pytest.importorskip("httpx", reason="httpx is not installed")
 
+import httpx
 from sqlalchemy.exc import OperationalError
 
 from stagewright.service.jobs.queue import LOSS_PAUSES, JobLeaseLostError, Queue
 from stagewright.service.jobs.records import JobEnd, JobEnding, ServiceJob, State, StoppedBy
 from stagewright.service.jobs.store import ServiceStore
+from stagewright.service.metrics import Lines
 from stagewright.service.workers import processes
 from stagewright.service.workers.worker import Worker
 
@@ -294,3 +301,67 @@ def test_a_worker_can_be_stopped_while_the_store_does_not_answer(
     with working(Worker(store, lease_seconds=1.0, poll_seconds=0.05)):
         assert asked.wait(120.0)
     assert not children()
+
+
+# --- Threads that end or hang --------------------------------------------------------------------
+
+
+def test_a_defect_under_a_job_ends_neither_its_worker_nor_the_job(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    started = iter([True])
+
+    def start(kind: str, request: str) -> processes.LocalProcess:
+        if next(started, False):
+            raise RuntimeError("seeded")
+        return processes.LocalProcess(kind, request)
+
+    with closing(ServiceStore(f"sqlite:///{tmp_path / 'real.sqlite'}")) as store:
+        job, _ = store.submit("ann", "jobshop", TWO_JOBS)
+        worker = Worker(store, lease_seconds=0.5, poll_seconds=0.05, look_seconds=0.1, start=start)
+        thread = threading.Thread(target=worker.run)
+        thread.start()
+        ends = time.monotonic() + PATIENCE
+        while not found(store, job).has_ended and time.monotonic() < ends:
+            time.sleep(0.05)
+        worker.stop()
+        thread.join(PATIENCE)
+        assert found(store, job).state is State.OPTIMAL
+        assert worker.silent_seconds() == 0.0
+    (told,) = [one for one in caplog.records if one.message == "worker"]
+    as_json = json.loads(Lines(as_json=True).format(told))
+    assert "RuntimeError: seeded" in as_json["error"]
+
+
+# A worker hangs, as when a process is frozen within what it tells. The server may end itself when
+# there is a file of that name.
+HANGS = """
+import os, pathlib, runpy, threading, types
+from stagewright.service.http import pages, server
+from stagewright.service.metrics import Lines
+from stagewright.service.workers import processes
+pages.SILENT_SECONDS = server.SILENT_SECONDS = server._HUNG_SECONDS = 0.5
+server.os = types.SimpleNamespace(_exit=lambda n: pathlib.Path("may-end").exists() and os._exit(n))
+processes.LocalProcess.look = lambda *_: threading.Event().wait()
+runpy.run_module("stagewright", run_name="__main__")
+"""
+
+
+def test_a_server_whose_worker_hangs_is_not_live_and_ends(tmp_path: Path) -> None:
+    with closing(ServiceStore(f"sqlite:///{tmp_path / 'jobs'}")) as store:
+        store.submit("ann", "jobshop", TWO_JOBS)
+    with subprocess.Popen(
+        [sys.executable, "-c", HANGS, "serve", "--port", "0", "--store", "jobs"], cwd=tmp_path,
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as hung:  # fmt: skip
+        assert hung.stdout is not None
+        url = hung.stdout.readline().split()[-1]
+        ends = time.monotonic() + PATIENCE
+        while (told := httpx.get(f"{url}/health/live", trust_env=False)).is_success:
+            assert time.monotonic() < ends
+        assert (told.status_code, told.headers["Retry-After"]) == (503, "60")
+        assert "a worker of this server hangs" in told.json()["detail"]
+        assert httpx.get(f"{url}/health/ready", trust_env=False).is_success
+        (tmp_path / "may-end").touch()
+        _, said = hung.communicate(timeout=PATIENCE)
+        assert (hung.returncode, said.strip()) == (1, "a worker hangs: the server ends")
