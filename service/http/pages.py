@@ -8,7 +8,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, gen
 
 from stagewright.executor.drawing.web.render import FOLDER as DRAWING
 from stagewright.service.http.guard import Reader, Serving
-from stagewright.service.http.openapi import GUARDED, refused, response_of
+from stagewright.service.http.openapi import GUARDED, Html, refused, response_of
 from stagewright.service.jobs.records import State
 from stagewright.service.metrics import REGISTRY
 
@@ -24,8 +24,11 @@ Metrics = response_of("Metrics", CONTENT_TYPE_LATEST)  # as Prometheus reads the
 
 
 @router.get("/")
-def show_page() -> Response:
-    """The page."""
+def show_page(service: Serving) -> Response:
+    """The page; under a prefix it is also shown without the slash after it."""
+    root = service.proxies.root_path
+    if root:
+        return Html(_content("index.html").replace(b'"page/', f'"{root}/page/'.encode()))
     return _response("index.html")
 
 

@@ -109,7 +109,7 @@ def _add(kind: str) -> None:
         wishes = Wishes(priority, idempotency_key, webhook)
         found, new = await run_in_threadpool(_submitted, service, kind, text, caller, wishes)
         response.status_code = 202 if new and not found.has_ended else 200
-        response.headers["Location"] = f"/v1/jobs/{found.id}"
+        response.headers["Location"] = f"{service.proxies.root_path}/v1/jobs/{found.id}"
         return view(found, caller)
 
     @router.post(

@@ -14,7 +14,7 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Engine, create_engine, text
 
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service.http.tokens import Caller, Scope, Tokens
+from stagewright.service.http.tokens import Caller, Scope, Tokens, id_of
 from stagewright.service.jobs.queue import Queue
 from stagewright.service.jobs.records import JobEnd, JobEnding, State
 from stagewright.service.jobs.rows import TABLES
@@ -62,7 +62,7 @@ def test_a_store_of_the_version_before_goes_on(url: str, engine: Engine) -> None
     assert (ended.title, ended.webhook) == ("", None)
     assert [job.id[0] for job in store.page("ann")] == ["c", "a"]
     assert [one.name for one in store.events(ended.id)] == ["queued", "solving", "optimal"]
-    assert Tokens(store.engine).caller(TOKEN) == Caller("ann", Scope.SUBMIT)
+    assert Tokens(store.engine).caller(TOKEN) == Caller("ann", Scope.SUBMIT, id_of(TOKEN))
     # The key, the answers that are known and the queue are those of before.
     assert store.submit("ann", "plan", '{"n":1}', key="once")[0].id == ended.id
     other, _ = store.submit("cid", "plan", '{"n":1}')
@@ -79,14 +79,14 @@ def test_a_store_of_the_version_before_goes_on(url: str, engine: Engine) -> None
     assert [job.id for job in claimed if job] == [running.id, waiting.id, new.id]
     queue.finish(new.id, "w", JobEnd(State.OPTIMAL, answer="{}"))
     store.close()
-    assert revision(engine) == "0004"
+    assert revision(engine) == "0006"
 
 
 def test_a_newer_store_is_refused_and_stays_as_it_is(url: str, engine: Engine) -> None:
     ServiceStore(url).close()
     with engine.begin() as database:
         database.execute(text("UPDATE alembic_version SET version_num = '9999'"))
-    with pytest.raises(InputError, match=r"revision 9999, this version knows 0004 at most") as told:
+    with pytest.raises(InputError, match=r"revision 9999, this version knows 0006 at most") as told:
         ServiceStore(url)
     assert "\n" not in str(told.value)
     assert revision(engine) == "9999"
@@ -115,4 +115,4 @@ def test_servers_that_start_at_once_make_the_tables_once(
         one.stdin.flush()
     told = [one.communicate(timeout=120) for one in started]
     assert told == [("3\n" if before else "0\n", "")] * 4
-    assert revision(engine) == "0004"
+    assert revision(engine) == "0006"
