@@ -10,13 +10,12 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, TypeAdapter
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
-from stagewright.service.http.guard import Administrator, Reader, Serving
-from stagewright.service.http.jobs import READERS, counted
+from stagewright.service.http.guard import Administrator, Reader, Service, Serving
+from stagewright.service.http.jobs import READERS, counted, may_go_on
 from stagewright.service.http.openapi import GUARDED, refused
-from stagewright.service.http.tokens import Scope
+from stagewright.service.http.tokens import Caller, Scope
 from stagewright.service.jobs.overview import Overview, overview
 from stagewright.service.jobs.records import State
-from stagewright.service.jobs.store import ServiceStore
 
 LEAST_SECONDS, MOST_SECONDS = 1.0, 4.0  # between overviews of a stream
 _JSON = TypeAdapter(Overview)
@@ -48,12 +47,14 @@ async def stream_overviews(
 ) -> EventSourceResponse:
     """The overview as server-sent events, whenever a job is queued, begun, or has ended."""
     service.limits.require_watchable(service.streams[caller.user])
-    told = _overviews(service.store, request)
+    told = _overviews(service, caller, request)
     return EventSourceResponse(counted(told, service.streams, caller.user))
 
 
-async def _overviews(store: ServiceStore, request: Request) -> AsyncIterator[ServerSentEvent]:
-    woken, loop = asyncio.Event(), asyncio.get_running_loop()
+async def _overviews(
+    service: Service, caller: Caller, request: Request
+) -> AsyncIterator[ServerSentEvent]:
+    woken, loop, store = asyncio.Event(), asyncio.get_running_loop(), service.store
 
     def wake() -> None:
         with suppress(RuntimeError):  # the loop has ended
@@ -69,5 +70,5 @@ async def _overviews(store: ServiceStore, request: Request) -> AsyncIterator[Ser
             yield ServerSentEvent(_JSON.dump_json(found).decode(), event="overview")
             # A store that answers slowly is asked the less often.
             await asyncio.sleep(max(LEAST_SECONDS, 10 * (time.monotonic() - began)))
-            with suppress(TimeoutError):
-                await asyncio.wait_for(woken.wait(), MOST_SECONDS)
+            if not await may_go_on(service, caller, woken, MOST_SECONDS):
+                return

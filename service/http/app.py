@@ -6,17 +6,21 @@ request is opened as a path or imported.
 
 import re
 import time
+from urllib.parse import urlsplit
 
 from fastapi import Request
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stagewright.service import tracing
 from stagewright.service.http import admin, downloads, health, jobs, pages, submitting, uploads
+from stagewright.service.http.audit import audit_request
 from stagewright.service.http.guard import Service
+from stagewright.service.http.identity import Forwarded, Proxies
 from stagewright.service.http.openapi import Application
 from stagewright.service.http.problems import add_handlers, problem
+from stagewright.service.http.tokens import has_token, without_tokens
 from stagewright.service.metrics import REQUESTS, note
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -32,20 +36,23 @@ HEADERS = {
 }
 
 
-def create_app(service: Service) -> Application:
-    """The application on a store."""
+def create_app(service: Service | None) -> Application:
+    """The application on a store; None: only to be described."""
+    proxies = Proxies() if service is None else service.proxies
     app = Application(
         title="Stagewright", version="1", openapi_url="/v1/openapi.json", docs_url=None,
         redoc_url=None, telemetry={
             "metrics": False, "logs": False, "operation_spans": False, "auto_configure": False,
             "exclude": lambda scope: scope["path"].startswith(_UNTRACED),
         },
+        redirect_slashes=False,  # to what a request says that this host is
     )  # fmt: skip
     app.state.service = service
     add_handlers(app)
     app.add_middleware(GZipMiddleware, minimum_size=_COMPRESSED)
     app.add_middleware(_Secured)
     app.add_middleware(_Watched)
+    app.add_middleware(Forwarded, proxies=proxies)
     for module in (submitting, jobs, downloads, uploads, admin, health, pages):
         app.include_router(module.router)
     return app
@@ -78,7 +85,7 @@ class _Secured:
 
 
 class _Watched:
-    """Counts and logs every request, by its route and how it was answered."""
+    """Counts, logs and audits every request, by its route and how it was answered."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -91,10 +98,13 @@ class _Watched:
         code, began = 500, time.perf_counter()
         if scope["query_string"]:
             tracing.hide_query()
+        scope.setdefault("state", {})  # that of copies of the scope, too
 
         async def send_watched(message: Message) -> None:
             nonlocal code
-            code = message.get("status", code)
+            if message["type"] == "http.response.start":
+                code = message["status"]
+                audit_request(scope, code, Headers(raw=message["headers"]))
             await send(message)
 
         try:
@@ -104,20 +114,36 @@ class _Watched:
             route = getattr(scope.get("route"), "path", "none")
             REQUESTS.labels(method if route != "none" else "any", route, code).observe(seconds)
             note(
-                "request", method=method, path=scope["path"], code=code,
+                "request", method=method, path=without_tokens(scope["path"]), code=code,
                 seconds=round(seconds, 4), address=(scope["client"] or ("",))[0],
             )  # fmt: skip
 
 
 def _refusal(request: Request) -> str | None:
-    """Why a request may be another site's, which uses a browser of this machine; None if not.
+    """Why a request may not be answered, whoever sends it; None if it may.
 
-    Without tokens the browser's place is all that a request needs.
+    Without tokens, and where a proxy knows who signed in, the browser's place is all that a
+    request needs: it may be another site's.
     """
-    if request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+    service, headers = request.app.state.service, request.headers
+    if has_token(request.url.query):
+        return "a token is in the URL, which logs keep: revoke it, and send another as a header"
+    site, host = headers.get("sec-fetch-site"), headers.get("host", "")
+    if site in ("cross-site", "same-site") and not _opens_page(request):
         return "requests of other sites are refused"
+    by_place = service.open_to_all or service.proxies.identity_header is not None
+    if by_place and site is None and request.method not in ("GET", "HEAD"):
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != host:
+            return "requests of other sites are refused"
     # Not the URL's: where the header makes none, that is the address that the server listens at.
-    host = request.headers.get("host", "")
-    if request.app.state.service.open_to_all and not _LOCAL.fullmatch(host):
-        return f"without tokens this service is at {', '.join(LOOPBACK)} alone, not at {host}"
+    if service.open_to_all and not _LOCAL.fullmatch(host):
+        return f"without tokens this service is at {', '.join(LOOPBACK)} alone"
     return None
+
+
+def _opens_page(request: Request) -> bool:
+    """Whether a link, or the end of signing in elsewhere, shows the page in a tab."""
+    path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+    asked = [request.headers.get(f"sec-fetch-{name}") for name in ("mode", "dest")]
+    return request.method == "GET" and path == "/" and asked == ["navigate", "document"]

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -14,9 +15,17 @@ from anyio.to_thread import run_sync
 from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
-from stagewright.service.http.guard import ID, Changeable, Readable, Reader, Serving, Submitter
+from stagewright.service.http.guard import (
+    ID,
+    Changeable,
+    Readable,
+    Reader,
+    Service,
+    Serving,
+    Submitter,
+)
 from stagewright.service.http.openapi import GUARDED, Events, JsonText, Responses, answered, refused
-from stagewright.service.http.tokens import Scope
+from stagewright.service.http.tokens import SEEN_SECONDS, Caller, Scope
 from stagewright.service.http.views import EventView, JobPage, JobView, view
 from stagewright.service.jobs.records import Event, JobEnding, ServiceJob, State
 from stagewright.service.jobs.store import EVENTS_READ, PAGE, ServiceStore
@@ -48,6 +57,7 @@ def list_jobs(
         raise HTTPException(403, "the jobs of all users need the scope admin")
     user = None if all_users else caller.user
     found = service.store.page(user, before=before, state=state, limit=limit + 1)
+    caller.owners.update(one.user for one in found[:limit])
     last = found[limit - 1].id if len(found) > limit else None
     return JobPage(jobs=tuple(view(one, caller) for one in found[:limit]), next=last)
 
@@ -120,7 +130,7 @@ async def stream_events(
     """The history as server-sent events; ``Last-Event-ID`` replays what came after."""
     service.limits.require_watchable(service.streams[caller.user])
     after = int(last_event_id) if _NUMBER.fullmatch(last_event_id) else 0
-    told = _stream(service.store, job.id, after, request)
+    told = _stream(service, caller, job.id, after, request)
     return EventSourceResponse(counted(told, service.streams, caller.user))
 
 
@@ -139,10 +149,10 @@ async def counted(
 
 
 async def _stream(
-    store: ServiceStore, job: str, after: int, request: Request
+    service: Service, caller: Caller, job: str, after: int, request: Request
 ) -> AsyncIterator[ServerSentEvent]:
-    """Every event of a job, until it has ended."""
-    woken, loop = asyncio.Event(), asyncio.get_running_loop()
+    """Every event of a job, until it has ended, or the caller may read no more."""
+    woken, loop, store = asyncio.Event(), asyncio.get_running_loop(), service.store
 
     def wake() -> None:
         with suppress(RuntimeError):  # the loop has ended
@@ -156,12 +166,25 @@ async def _stream(
                 after = one.number
                 data = json.dumps(json.loads(one.data) | {"at": one.at})
                 yield ServerSentEvent(data, event=one.name, id=str(one.number))
-            if len(told) == EVENTS_READ:
-                continue
-            if found is None or found.has_ended:
+            more = len(told) == EVENTS_READ
+            if not more and (found is None or found.has_ended):
                 return
-            with suppress(TimeoutError):
-                await asyncio.wait_for(woken.wait(), LOOK_SECONDS)
+            if not await may_go_on(service, caller, woken, 0.0 if more else LOOK_SECONDS):
+                return
+
+
+async def may_go_on(
+    service: Service, caller: Caller, woken: asyncio.Event, seconds: float
+) -> bool:
+    """Wait for news, or so long; whether the caller may read them."""
+    ends = time.monotonic() + seconds
+    while await run_sync(service.still_admits, caller, limiter=READERS):
+        left = ends - time.monotonic()
+        if left <= 0 or woken.is_set():
+            return True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(woken.wait(), min(left, SEEN_SECONDS))
+    return False
 
 
 def _read(store: ServiceStore, job: str, after: int) -> tuple[ServiceJob | None, list[Event]]:

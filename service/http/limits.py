@@ -46,6 +46,12 @@ class RequestRate:
                 self._forget(now)
             self._buckets[user] = left - 1.0, now
 
+    def give_back(self, user: str) -> None:
+        """Put a request back that was taken before it was known to be no one to count."""
+        with self._lock:
+            now = self.clock()
+            self._buckets[user] = min(self.burst, self._left(user, now) + 1.0), now
+
     def _left(self, user: str, now: float) -> float:
         left, then = self._buckets.get(user, (self.burst, now))
         return min(self.burst, left + (now - then) * self.per_second)

@@ -7,6 +7,8 @@ from fastapi import APIRouter, HTTPException, Response
 from fastapi.responses import RedirectResponse
 
 from stagewright.executor.drawing.web.render import FOLDER as DRAWING
+from stagewright.service.http.guard import Serving
+from stagewright.service.http.openapi import Html
 
 OWN = "stagewright.service.http.page"
 MEDIA_TYPES = {
@@ -18,8 +20,11 @@ router = APIRouter(include_in_schema=False)  # the page holds nothing that needs
 
 
 @router.get("/")
-def show_page() -> Response:
-    """The page."""
+def show_page(service: Serving) -> Response:
+    """The page; under a prefix it is also shown without the slash after it."""
+    root = service.proxies.root_path
+    if root:
+        return Html(_content("index.html").replace(b'"page/', f'"{root}/page/'.encode()))
     return _response("index.html")
 
 

@@ -5,7 +5,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 
 import uvicorn
@@ -14,6 +14,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.service.http.app import LOOPBACK, create_app
 from stagewright.service.http.connections import BACKLOG, connections
 from stagewright.service.http.guard import Service
+from stagewright.service.http.identity import Proxies
 from stagewright.service.http.limits import RequestLimits, RequestRate
 from stagewright.service.http.tokens import Tokens
 from stagewright.service.http.webhooks import POLL_SECONDS, Deliverer, Webhooks
@@ -50,14 +51,19 @@ class Server:
     start: Start = LocalProcess
     keep_days: float | None = None
     drain_seconds: float = 25.0
+    proxies: Proxies = field(default_factory=Proxies)
 
     def require_safe(self) -> None:
         """Refuse to serve others without tokens."""
-        if self.host not in LOOPBACK and not Tokens(self.store.engine).exist():
+        if self.host not in LOOPBACK and self._is_free():
             raise InputError(
                 f"--host {self.host} is open to others, and there is no token: make one first, "
-                "stagewright token USER"
+                "stagewright token USER, or name the header of a proxy, --identity-header"
             )
+
+    def _is_free(self) -> bool:
+        """Whether nobody needs to be known."""
+        return self.proxies.identity_header is None and not Tokens(self.store.engine).exist()
 
     def run(self, on_start: Callable[[str], None] = lambda _: None) -> None:
         """Serve until a signal, ``on_start`` is told the address.
@@ -79,7 +85,7 @@ class Server:
         on_start(f"http://{self.host}:{listening.getsockname()[1]}")
         config = uvicorn.Config(
             app, http=connections(), backlog=BACKLOG, log_level="warning", ws="none",
-            server_header=False, timeout_graceful_shutdown=5,
+            server_header=False, timeout_graceful_shutdown=5, proxy_headers=False,
         )  # fmt: skip
         # uvicorn raises the signal that ended it once more, when it has shut down.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -113,7 +119,7 @@ class Server:
             yield retention(self.store, self.keep_days)
 
     def _service(self, silent: Callable[[], float]) -> Service:
-        free = not Tokens(self.store.engine).exist()
+        free = self._is_free()
         per_second = self.per_second or (None if free else _PER_SECOND)
         return Service(
             self.store,
@@ -124,6 +130,7 @@ class Server:
             ),
             open_to_all=free,
             webhooks=self.webhooks,
+            proxies=self.proxies,
             rate=None if per_second is None else _rate(per_second),
             silent=silent,
         )

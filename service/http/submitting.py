@@ -12,7 +12,8 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.hf_config import parse_hf_config
 from stagewright.graphs.models.traits import said_parameters
 from stagewright.service import tracing
-from stagewright.service.http.guard import LOCAL, Service, Serving, Submitter
+from stagewright.service.http.guard import Service, Serving, Submitter
+from stagewright.service.http.identity import LOCAL
 from stagewright.service.http.limits import TooManyError
 from stagewright.service.http.openapi import GUARDED, Responses, reference, refused
 from stagewright.service.http.tokens import Caller, Scope
@@ -110,7 +111,7 @@ def _add(kind: str) -> None:
         wishes = Wishes(priority, idempotency_key, webhook)
         found, new = await run_in_threadpool(_submitted, service, kind, text, caller, wishes)
         response.status_code = 202 if new and not found.has_ended else 200
-        response.headers["Location"] = f"/v1/jobs/{found.id}"
+        response.headers["Location"] = f"{service.proxies.root_path}/v1/jobs/{found.id}"
         return view(found, caller)
 
     @router.post(
@@ -156,7 +157,7 @@ def _submitted(
     except TooManyError:
         if not store.knows(caller.user, kind, text, wishes.key):
             raise
-    user_class = "local" if caller is LOCAL else caller.scope.value
+    user_class = "local" if caller.user == LOCAL.user else caller.scope.value
     found, new = store.submit(
         caller.user, kind, text, wishes.priority, wishes.key, title=title_of(asked),
         webhook=wishes.webhook, user_class=user_class, trace=tracing.current(),

@@ -94,7 +94,8 @@ class SentDocument:
         uploads, most = Uploads(self.service.store), self.service.limits.uploads
         found, new = uploads.add(self.user, kind, shown, canonical(document), most)
         self.response.status_code = 201 if new else 200
-        self.response.headers["Location"] = f"/v1/uploads/{found.id}"
+        root = self.service.proxies.root_path
+        self.response.headers["Location"] = f"{root}/v1/uploads/{found.id}"
         return _view(found)
 
 

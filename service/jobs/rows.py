@@ -164,6 +164,8 @@ TOKENS = sa.Table(
     sa.Column("user", sa.String(200), nullable=False),
     sa.Column("scope", sa.String(8), nullable=False),
     sa.Column("created", sa.Float, nullable=False),
+    sa.Column("expires", sa.Float),
+    sa.Column("used", sa.Float),
 )
 
 UPLOADS = sa.Table(

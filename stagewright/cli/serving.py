@@ -2,12 +2,13 @@
 
 import contextlib
 import os
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from stagewright.cli.commands import CommandOptions
+from stagewright.cli.commands import CommandOptions, command
 from stagewright.cli.console import percent, print_answer, print_json, print_table, say
 from stagewright.cli.options import OnRay, Printed, Served, Written
 from stagewright.cli.outputs import Writes
@@ -27,9 +28,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from stagewright.client import Client, JobState
+    from stagewright.service.http.tokens import Tokens
     from stagewright.service.workers.processes import Start
 
 _LEAST_MEMORY = 100e6  # bytes; a process that only starts takes more
+_LONGEST_TOKEN = 36500 * 86400.0  # seconds
 
 
 class Stored(CommandOptions):
@@ -42,7 +45,14 @@ class Stored(CommandOptions):
     (postgresql+psycopg://USER:PASSWORD@HOST/NAME)."""
 
 
-class ServeOptions(Stored, OnRay):
+class Audited(CommandOptions):
+    """Where the audit log is kept."""
+
+    audit_log: Annotated[Path | None, Option(form="FILE", env="STAGEWRIGHT_AUDIT_LOG")] = None
+    """Append who changed what, made or revoked tokens, or was refused: a line of JSON each."""
+
+
+class ServeOptions(Stored, Audited, OnRay):
     """What ``serve`` is asked."""
 
     host: str = "127.0.0.1"
@@ -65,8 +75,23 @@ class ServeOptions(Stored, OnRay):
     """Write a line for each request and each event of a job on stderr; default: for errors."""
     drain: Annotated[str, Option(form="SECONDS")] = "25s"
     """How long running jobs may go on at SIGTERM, before they are queued again."""
+    trusted_proxy: Annotated[list[str] | None, Option(form="NETWORK")] = None
+    """The address of a proxy, or a network of nothing but proxies, e.g. 10.0.0.2: X-Forwarded-For
+    and X-Forwarded-Proto count from there alone; repeat it for several."""
+    identity_header: Annotated[str | None, Option(form="NAME")] = None
+    """The header in which a trusted proxy names the user who signed in, e.g. X-Forwarded-User."""
+    admin: Annotated[list[str] | None, Option(form="USER")] = None
+    """A user so named who administrates; the others may submit. Repeat it for several."""
+    root_path: Annotated[str, Option(form="PATH")] = ""
+    """The prefix under which a proxy serves this service, e.g. /planner."""
 
 
+@command(
+    headings={
+        "Behind a proxy": "trusted_proxy identity_header admin root_path",
+        "Logs": "log_format audit_log",
+    }
+)
 def serve(given: ServeOptions) -> int:
     """Serve plans over HTTP, and solve the jobs in processes of their own.
 
@@ -86,6 +111,8 @@ def serve(given: ServeOptions) -> int:
     given.require()
     try:
         from stagewright.service import tracing
+        from stagewright.service.http.audit import audited
+        from stagewright.service.http.identity import Proxies, networks
         from stagewright.service.http.server import Server
         from stagewright.service.http.webhooks import SECRET, Webhooks
         from stagewright.service.jobs.store import opened
@@ -97,13 +124,21 @@ def serve(given: ServeOptions) -> int:
     if given.log_format is not None:
         log(given.log_format == "json")
     tracing.start()
+    proxies = Proxies(
+        networks(given.trusted_proxy or ()), given.identity_header, frozenset(given.admin or ()),
+        given.root_path.rstrip("/"),
+    )  # fmt: skip
     webhooks = None
     if given.webhook_origin:
         webhooks = Webhooks(tuple(given.webhook_origin), os.environ.get(SECRET, ""))
-    with opened(_store_url(given.store)) as jobs, _processes(given) as start:
+    with (
+        audited(given.audit_log),
+        opened(_store_url(given.store)) as jobs,
+        _processes(given) as start,
+    ):
         server = Server(
             jobs, given.host, given.port, given.workers, limit, given.rate, webhooks, start,
-            given.keep_days, drain,
+            given.keep_days, drain, proxies,
         )  # fmt: skip
         watch_store(jobs.engine)
         server.require_safe()
@@ -127,36 +162,101 @@ def _store_url(text: str) -> str:
     return text if "://" in text else f"sqlite:///{Path(text).absolute()}"
 
 
-class TokenOptions(Stored, Printed):
+class TokenOptions(Stored, Audited, Printed):
     """What ``token`` is asked."""
 
-    user: Annotated[str, Option("USER")]
+    user: Annotated[str | None, Option("USER")] = None
     """Whose token."""
     scope: str = "submit"
     """read, submit or admin."""
+    expires: Annotated[str | None, Option(form="DURATION")] = None
+    """How long it is valid, for example 90d; default: until it is revoked."""
+    listed: Annotated[bool, Option("--list")] = False
+    """List the tokens instead, of the user if one is named."""
     revoke: bool = False
-    """Delete all tokens of the user instead."""
+    """Delete all tokens of the user instead, or the one that --id names."""
+    id: Annotated[str | None, Option("--id", form="ID")] = None
+    """With --revoke: the id of a token, as --list has it."""
 
 
 def token(given: TokenOptions) -> int:
-    """Make a token of the planning service; it is shown once."""
-    from stagewright.service.http.tokens import Scope, Tokens
+    """Make a token of the planning service, which is shown once; list them, or revoke some.
+
+    What is revoked or expires is refused at once, and ends streams of events within seconds.
+    """
+    from stagewright.service.http.audit import audited
+    from stagewright.service.http.tokens import Scope, Tokens, id_of
     from stagewright.service.jobs.store import opened
 
-    scope, as_json = given.scope, given.as_json
-    with contextlib.suppress(ValueError):
-        scope = Scope(scope)
-    if not isinstance(scope, Scope):
-        raise InputError(f"--scope {scope!r} must be one of {', '.join(Scope)}")
-    with opened(_store_url(given.store)) as jobs:
+    _require_one_thing(given)
+    if given.scope not in set(Scope):
+        raise InputError(f"--scope {given.scope!r} must be one of {', '.join(Scope)}")
+    seconds = None if given.expires is None else parse_duration(given.expires, "--expires")
+    if seconds is not None and not 0 < seconds <= _LONGEST_TOKEN:
+        raise InputError(f"--expires must be more than 0 and at most 36500d, got {given.expires}")
+    with audited(given.audit_log), opened(_store_url(given.store)) as jobs:
         tokens = Tokens(jobs.engine)
+        if given.listed:
+            return _list_tokens(tokens, given)
         if given.revoke:
-            count = tokens.revoke(given.user)
-            print_json({"revoked": count}) if as_json else say(f"{count} tokens deleted")
-            return 0 if count else 1
-        made = tokens.create(given.user, scope)
-    print_json({"token": made}) if as_json else say(made)
+            return _revoke(tokens, given)
+        assert given.user is not None
+        made = tokens.create(given.user, Scope(given.scope), seconds)
+        _audit("token made", id_of(made), given.user)
+    print_json({"token": made, "id": id_of(made)}) if given.as_json else say(made)
     return 0
+
+
+def _require_one_thing(given: TokenOptions) -> None:
+    """Refuse options of ``token`` that do not go together."""
+    if given.listed and given.revoke:
+        raise InputError("--list or --revoke: give one of them")
+    if given.id is not None and not given.revoke:
+        raise InputError("--id goes with --revoke")
+    if given.revoke and (given.user is None) == (given.id is None):
+        raise InputError("--revoke needs either USER, whose tokens are deleted, or --id ID")
+    if given.user is None and not (given.listed or given.revoke):
+        raise InputError("USER is missing: whose token is made")
+
+
+def _list_tokens(tokens: "Tokens", given: TokenOptions) -> int:
+    found = [one for one in tokens.all() if given.user in (None, one.user)]
+    if given.as_json:
+        from dataclasses import asdict
+
+        print_json({"tokens": [asdict(one) for one in found]})
+    elif not found:
+        say("there are no tokens")
+    else:
+        rows = [
+            (one.id, one.user, one.scope, *map(_date, (one.created, one.expires, one.used)))
+            for one in found
+        ]
+        print_table(("<id", "<user", "<scope", "<created (UTC)", "<expires", "<last used"), rows)
+    return 0
+
+
+def _date(at: float | None) -> str:
+    return "-" if at is None else f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M}"
+
+
+def _revoke(tokens: "Tokens", given: TokenOptions) -> int:
+    found = tokens.revoke(given.user, given.id)
+    for one in found:
+        _audit("token revoked", one.id, one.user)
+    told = "1 token" if len(found) == 1 else f"{len(found)} tokens"
+    print_json({"revoked": len(found)}) if given.as_json else say(f"{told} deleted")
+    return 0 if found else 1
+
+
+def _audit(event: str, token: str, user: str) -> None:
+    """Note what this command did to a token, and who of this machine ran it."""
+    import getpass
+
+    from stagewright.service.http.audit import WHAT
+    from stagewright.service.metrics import note
+
+    note(WHAT, event=event, by=getpass.getuser(), made=token, of=user)
 
 
 class BackupOptions(Stored):

@@ -383,7 +383,7 @@ def test_other_sites_in_the_same_browser_are_refused(
         "127.0.0.1:8754:1", "evil.example\\\\127.0.0.1", "127.0.0.1:x", "127.0.0.2",
     ):  # fmt: skip
         renamed = client.post("/v1/jobshop", content=TWO_JOBS, headers={"Host": host})
-        assert f"alone, not at {host}" in told(renamed, 403)
+        assert told(renamed, 403).endswith("at 127.0.0.1, localhost, ::1 alone")
     assert store.counts() == {}
     for host in ("127.0.0.1", "localhost:8754", "LOCALHOST", "[::1]:8754"):
         assert client.get("/v1/jobs", headers={"Host": host}).status_code == 200
@@ -622,7 +622,7 @@ def test_tokens_are_stored_as_digests_and_revoked(store: ServiceStore, guarded: 
     assert token not in str(rows)
     headers = {"Authorization": f"Bearer {token}"}
     assert guarded.get("/v1/jobs", headers=headers).status_code == 200
-    assert made.revoke("ann") == 1
+    assert [one.user for one in made.revoke("ann")] == ["ann"]
     assert guarded.get("/v1/jobs", headers=headers).status_code == 401
 
 

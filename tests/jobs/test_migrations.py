@@ -14,7 +14,7 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Engine, create_engine, text
 
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service.http.tokens import Caller, Scope, Tokens
+from stagewright.service.http.tokens import Caller, Scope, Tokens, id_of
 from stagewright.service.jobs.queue import Queue
 from stagewright.service.jobs.records import JobEnd, JobEnding, State
 from stagewright.service.jobs.rows import TABLES
@@ -62,7 +62,7 @@ def test_a_store_of_the_version_before_goes_on(url: str, engine: Engine) -> None
     assert (ended.title, ended.webhook) == ("", None)
     assert [job.id[0] for job in store.page("ann")] == ["c", "a"]
     assert [one.name for one in store.events(ended.id)] == ["queued", "solving", "optimal"]
-    assert Tokens(store.engine).caller(TOKEN) == Caller("ann", Scope.SUBMIT)
+    assert Tokens(store.engine).caller(TOKEN) == Caller("ann", Scope.SUBMIT, id_of(TOKEN))
     # The key, the answers that are known and the queue are those of before.
     assert store.submit("ann", "plan", '{"n":1}', key="once")[0].id == ended.id
     other, _ = store.submit("cid", "plan", '{"n":1}')

@@ -181,14 +181,15 @@ def test_requests_and_events_of_jobs_are_logged_with_their_ids(
         metrics.LOG.removeHandler(handler)
     lines = written.getvalue().splitlines()
     if as_json:
-        queued, posted, missing = map(json.loads, lines)
+        queued, audited, posted, missing = map(json.loads, lines)
+        assert (audited["what"], audited["event"], audited["made"]) == ("audit", "submit", job)
         assert (queued["what"], queued["job"], queued["event"]) == ("job", job, "queued")
         assert (posted["method"], posted["path"], posted["code"]) == ("POST", "/v1/jobshop", 202)
         assert missing["path"] == '/no "route"'
     else:
         assert lines[0].endswith(f" info job job={job} event=queued")
-        assert "method=POST path=/v1/jobshop code=202" in lines[1]
-        assert r'path="/no \"route\"" code=404' in lines[2]
+        assert "method=POST path=/v1/jobshop code=202" in lines[2]
+        assert r'path="/no \"route\"" code=404' in lines[3]
 
 
 # --- The overview ---------------------------------------------------------------------------------

@@ -80,4 +80,4 @@ def test_others_are_served_only_with_tokens(
             nobody.job("x")
         with Client(url, token) as client, pytest.raises(ServiceError, match="there is no job"):
             client.job("x")
-    assert answered("token", "ann", "--revoke").strip() == "1 tokens deleted"
+    assert answered("token", "ann", "--revoke").strip() == "1 token deleted"

@@ -21,7 +21,7 @@ export async function call(path, options = {}) {
   if (token.get()) headers.Authorization = `Bearer ${token.get()}`;
   let response;
   try {
-    response = await fetch(`v1/${path}`, {...options, headers});
+    response = await fetch(new URL(`../v1/${path}`, import.meta.url), {...options, headers});
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Problem(0, "the service does not answer");
@@ -37,6 +37,8 @@ export async function read(path, options) {
   const response = await call(path, options);
   return response.status === 204 ? null : response.json();
 }
+
+export const exampleOf = async (kind) => (await fetch(new URL(`example-${kind}.json`, import.meta.url))).json();
 
 // Keep what a route answers as a file, whose name the route says.
 export async function download(path) {

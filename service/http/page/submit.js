@@ -1,5 +1,5 @@
 // The forms of new jobs: documents from files, pasted or the example, errors where they belong.
-import {read} from "./api.js";
+import {exampleOf, read} from "./api.js";
 import {make, tell} from "./dom.js";
 import {described, fields, resolved, valueOf} from "./schema.js";
 
@@ -112,7 +112,7 @@ class Form {
   }
 
   async example() {
-    const found = await (await fetch(`page/example-${this.kind}.json`)).json();
+    const found = await exampleOf(this.kind);
     for (const place of this.form.querySelectorAll(".drop")) {
       place.querySelector("input").value = place.querySelector("textarea").value = "";
       if (place.dataset.part in found) this.keep(place.dataset.part, found[place.dataset.part]);
@@ -227,7 +227,7 @@ class KindForm extends Form {
 }
 
 async function ofSchema(kind, given, homeOf) {
-  const example = await (await fetch(`page/example-${kind}.json`)).json();
+  const example = await exampleOf(kind);
   const form = document.getElementById("kind-form").content.cloneNode(true).firstElementChild;
   const [shown, more] = [true, false].map((used) => given.filter((one) => (one.required || one.name in example) === used));
   const place = (root, of) => {
