@@ -173,9 +173,7 @@ async def _stream(
                 return
 
 
-async def may_go_on(
-    service: Service, caller: Caller, woken: asyncio.Event, seconds: float
-) -> bool:
+async def may_go_on(service: Service, caller: Caller, woken: asyncio.Event, seconds: float) -> bool:
     """Wait for news, or so long; whether the caller may read them."""
     ends = time.monotonic() + seconds
     while await run_sync(service.still_admits, caller, limiter=READERS):
