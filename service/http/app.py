@@ -43,7 +43,7 @@ def create_app(service: Service | None) -> Application:
         title="Stagewright", version="1", openapi_url="/v1/openapi.json", docs_url=None,
         redoc_url=None, telemetry={
             "metrics": False, "logs": False, "operation_spans": False, "auto_configure": False,
-            "exclude": lambda scope: scope["path"].startswith(_UNTRACED),
+            "exclude": lambda scope: _path(scope, proxies.root_path).startswith(_UNTRACED),
         },
         redirect_slashes=False,  # to what a request says that this host is
     )  # fmt: skip
@@ -144,6 +144,12 @@ def _refusal(request: Request) -> str | None:
 
 def _opens_page(request: Request) -> bool:
     """Whether a link, or the end of signing in elsewhere, shows the page in a tab."""
-    path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+    path = _path(request.scope, request.scope.get("root_path", ""))
     asked = [request.headers.get(f"sec-fetch-{name}") for name in ("mode", "dest")]
     return request.method == "GET" and path == "/" and asked == ["navigate", "document"]
+
+
+def _path(scope: Scope, root: str) -> str:
+    """The path of a request below the prefix of the proxies, stripped by them or not."""
+    path: str = scope["path"]
+    return path.removeprefix(root)
