@@ -167,6 +167,13 @@ class ServiceStore:
             return job_of(values), True
         return self._stored(values["id"]), True
 
+    def sign(self, job: ServiceJob) -> None:
+        """Name a claimed job by this version, which answers it; another may have queued it."""
+        digest = _digest(job.kind, job.request)
+        if digest != job.digest:
+            with self.writing() as database:
+                database.execute(sa.update(JOBS).where(JOBS.c.id == job.id).values(digest=digest))
+
     def knows(self, user: str, kind: str, request: str, key: str | None) -> bool:
         """Whether a submission adds nothing to the queue: its key is known, or its answer."""
         if key is not None and self._of_key(user, key) is not None:

@@ -114,6 +114,7 @@ class Worker:
         LOST.inc(self.queue.expire())
         job = self.queue.claim(self.name, self.lease_seconds)
         if job is not None:
+            self.store.sign(job)
             self.answer(job)
         return job is not None
 

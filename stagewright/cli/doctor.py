@@ -25,10 +25,20 @@ class Finding:
     needed: bool = True
 
 
-def doctor(given: Printed) -> int:
+class DoctorOptions(Printed):
+    """What ``doctor`` is asked."""
+
+    compile: bool = False
+    """Compile all kernels of all planners now, in minutes, so that no first plan waits for them."""
+
+
+def doctor(given: DoctorOptions) -> int:
     """List installed packages and working backends; exit code 1 if a needed one is missing."""
     with progress("trying the backends"):
         found = [*_packages(), *_backends(), _try("partition kernel", 3.0, _ask_kernel)]
+    if given.compile:
+        with progress("compiling"):
+            found.append(_compiled())
     if given.as_json:
         print_json(
             {
@@ -43,6 +53,12 @@ def doctor(given: Printed) -> int:
         rows = [(_mark(one), one.name, one.note) for one in found]
         print_table(("<", "<what", "<version or finding"), rows)
     return 0 if all(one.working for one in found if one.needed) else 1
+
+
+def _compiled() -> Finding:
+    from stagewright.service.workers.kernels import compile_all
+
+    return Finding("all kernels", True, f"{compile_all()} were compiled")
 
 
 def _mark(finding: Finding) -> str:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from commands import answered, refused
@@ -15,11 +16,14 @@ from postgres import PostgreSQL
 
 pytest.importorskip("alembic", reason="the service is not installed")
 
+from stagewright.service.http import tokens
+from stagewright.service.http.tokens import Caller, Scope, Tokens
 from stagewright.service.jobs.queue import Queue
 from stagewright.service.jobs.records import JobEnd, State
 from stagewright.service.jobs.store import ServiceStore
 
 DOCUMENT = "a plan " * 2000
+TOKEN = "sw_known"
 
 
 @contextmanager
@@ -70,11 +74,14 @@ def require_whole(url: str, before: list[str]) -> None:
         claimed += 1
     assert claimed == counts[State.SOLVING] + counts[State.QUEUED]
     assert restored.submit("ann", "plan", '{"n":0}', key="0")[0].id == before[0]
+    assert Tokens(restored.engine).caller(TOKEN) == Caller("ann", Scope.ADMIN)
     restored.close()
 
 
 def backed_up(store: ServiceStore, make: Callable[[], object]) -> list[str]:
     """The jobs that were accepted before a backup of the busy store is made."""
+    with patch.object(tokens.secrets, "token_urlsafe", lambda _: TOKEN.removeprefix("sw_")):
+        assert Tokens(store.engine).create("ann", Scope.ADMIN) == TOKEN
     with busy(store) as accepted:
         before = list(accepted)
         make()

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,15 +10,19 @@ import pytest
 
 pytest.importorskip("alembic", reason="the service is not installed")
 
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import Engine, create_engine, text
+from alembic.script import ScriptDirectory
+from sqlalchemy import Engine, MetaData, create_engine, insert, select, text, update
 
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.http.tokens import Caller, Scope, Tokens, id_of
+from stagewright.service.jobs import migrations
 from stagewright.service.jobs.queue import Queue
 from stagewright.service.jobs.records import JobEnd, JobEnding, State
-from stagewright.service.jobs.rows import TABLES
+from stagewright.service.jobs.rows import TABLES, engine_of, writing
 from stagewright.service.jobs.store import ServiceStore
 
 # A store of the version before there were revisions, as it makes it: tables, jobs in three states.
@@ -116,3 +121,72 @@ def test_servers_that_start_at_once_make_the_tables_once(
     told = [one.communicate(timeout=120) for one in started]
     assert told == [("3\n" if before else "0\n", "")] * 4
     assert revision(engine) == "0007"
+
+
+class OlderServer:
+    """What a server of the revision before does in the tables that it knows, in turns."""
+
+    def __init__(self, engine: Engine) -> None:
+        known = MetaData()
+        known.reflect(engine)
+        self.engine, self.jobs = engine, known.tables["jobs"]
+        self.accepted: list[str] = []
+        self.answered: list[str] = []
+        self.ends = threading.Event()
+
+    def run(self) -> None:
+        while not self.ends.is_set():
+            self.submit(f"{len(self.accepted):032x}")
+            if len(self.accepted) % 2:
+                self.answer()
+
+    def submit(self, job: str) -> None:
+        given: dict[str, object] = {"id": job, "state": "queued", "created": len(self.accepted)}
+        for column in self.jobs.columns:
+            if not column.nullable and column.server_default is None:
+                given.setdefault(column.name, 0 if column.type.python_type is int else "x")
+        with writing(self.engine) as database:
+            database.execute(insert(self.jobs).values(given))
+        self.accepted.append(job)
+
+    def answer(self) -> None:
+        waiting = select(self.jobs).where(self.jobs.c.state == "queued").limit(1)
+        with writing(self.engine) as database:
+            row = database.execute(waiting.with_for_update(skip_locked=True)).one_or_none()
+            if row is None:
+                return
+            held = update(self.jobs).where(self.jobs.c.id == row.id)
+            database.execute(held.values(state="solving", worker="old", leased_until=9e9))
+        with writing(self.engine) as database:
+            mine = held.where(self.jobs.c.worker == "old", self.jobs.c.state == "solving")
+            assert database.execute(mine.values(state="optimal", answer="{}")).rowcount == 1
+        self.answered.append(row.id)
+
+
+def test_an_older_server_works_on_beside_one_that_migrates(url: str) -> None:
+    engine, config = engine_of(url), Config()
+    config.set_main_option("script_location", str(Path(migrations.__file__).parent))
+    head = ScriptDirectory.from_config(config).get_revision("head")
+    with engine.begin() as database:
+        config.attributes["connection"] = database
+        command.upgrade(config, str(head.down_revision))
+    older, answered = OlderServer(engine), list[str]()
+    thread = threading.Thread(target=older.run)
+    thread.start()
+    while len(older.answered) < 5:
+        assert thread.is_alive()
+    store = ServiceStore(url)
+    assert revision(engine) == head.revision
+    queue, before = Queue(store), len(older.answered)
+    while (job := queue.claim("new", 60.0)) or not older.ends.is_set():
+        assert thread.is_alive() or older.ends.is_set()
+        if job is not None:
+            queue.finish(job.id, "new", JobEnd(State.OPTIMAL, answer="{}"))
+            answered.append(job.id)
+        if len(older.answered) > before + 5 and len(answered) > 5 and not older.ends.is_set():
+            older.ends.set()
+            thread.join()
+    assert sorted([*older.answered, *answered]) == older.accepted
+    assert store.counts()[State.OPTIMAL] == len(older.accepted)
+    store.close()
+    engine.dispose()

@@ -142,6 +142,20 @@ def test_no_answer_of_another_version_is_served(
     assert store.submit("cid", "plan", "{}")[0].cached_from == job.id
 
 
+def test_an_answer_is_of_the_version_that_gave_it(
+    store: ServiceStore, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a service is brought up to date, a worker answers what another's server has queued."""
+    job, _ = store.submit("ann", "plan", "{}")
+    claimed = queue.claim("w", LEASE)
+    with monkeypatch.context() as other:
+        other.setattr(stores, "_version", lambda: "the one before")
+        store.sign(claimed)
+        queue.finish(job.id, "w", DONE)
+        assert store.submit("bob", "plan", "{}")[0].cached_from == job.id
+    assert store.submit("cid", "plan", "{}")[0].state is State.QUEUED
+
+
 def test_a_fresh_answer_is_no_other_jobs(store: ServiceStore, queue: Queue) -> None:
     job, _ = store.submit("ann", "plan", "{}")
     queue.claim("w", LEASE)

@@ -1,6 +1,7 @@
 """Workers and the processes of jobs: answers, stops, limits, and what is left of the killed."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -246,3 +247,17 @@ def test_a_store_that_does_not_answer_for_a_while_ends_no_worker(
         store.ask(job.id, JobEnding.STOP)
         assert ended(store, job.id).state is State.FEASIBLE
     assert next(failures, None) is None  # the store had failed
+
+
+@pytest.mark.slow
+def test_once_all_kernels_are_compiled_no_kind_of_job_compiles_any(tmp_path: Path) -> None:
+    """As in an image: built by one process, for any CPU, and used by others."""
+    code = "from stagewright.service.workers.kernels import compile_all; print(compile_all())"
+    kept = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_CPU_NAME": "generic"}
+    command = [sys.executable, "-c", code]
+    first, again = (
+        subprocess.run(command, env=kept, check=True, capture_output=True, text=True).stdout
+        for _ in range(2)
+    )
+    assert int(first) > 100
+    assert int(again) == 0
