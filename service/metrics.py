@@ -7,12 +7,19 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+)
 from sqlalchemy import Engine, event
 
 from stagewright.service import tracing
 
 LOG = logging.getLogger("stagewright.service")
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a series more for each of them
 REGISTRY = CollectorRegistry()
 ProcessCollector(registry=REGISTRY)
 _LONG = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0)

@@ -25,7 +25,13 @@ from stagewright.service import metrics
 from stagewright.service.http.app import create_app
 from stagewright.service.http.guard import Service
 from stagewright.service.http.tokens import Scope, Tokens
-from stagewright.service.jobs.overview import ALIVE_SECONDS, LISTED, Presence, overview
+from stagewright.service.jobs.overview import (
+    ALIVE_SECONDS,
+    LISTED,
+    Presence,
+    overview,
+    waiting_by_kind,
+)
 from stagewright.service.jobs.queue import Queue
 from stagewright.service.jobs.records import JobEnd, JobEnding, State
 from stagewright.service.jobs.store import ServiceStore
@@ -272,8 +278,9 @@ def test_the_overview_is_that_of_all_jobs_and_their_events(
     store.close()
 
 
-def test_the_overview_says_why_a_job_waits(store: ServiceStore) -> None:
-    clock = store.clock = Clock()
+def test_the_overview_says_why_a_job_waits(url: str) -> None:
+    clock = Clock()
+    store = ServiceStore(url, clock)
     queue = Queue(store)
 
     def why() -> list[str]:
@@ -299,6 +306,8 @@ def test_the_overview_says_why_a_job_waits(store: ServiceStore) -> None:
     queue.expire()
     assert any("s more, after its worker was lost (2 times)" in one for one in why())
     assert first.id in {one.id for one in overview(store).queue}
+    assert waiting_by_kind(store)["plan"][0] == len(why())
+    store.close()
 
 
 def test_only_administrators_see_the_overview(client: TestClient, store: ServiceStore) -> None:
