@@ -42,7 +42,22 @@ class Application(FastAPI):
         """The document, with the schemas to which the routes refer."""
         found = super().openapi()
         found["components"]["schemas"] |= _components()
+        service = getattr(self.state, "service", None)
+        if service is not None and service.proxies.identity_header is not None:
+            _add_proxy(found, service.proxies.identity_header)
         return found
+
+
+def _add_proxy(described: dict[str, Any], header: str) -> None:
+    """Say that a trusted proxy names the user, where a token does else."""
+    described["components"]["securitySchemes"]["Proxy"] = {
+        "type": "apiKey", "in": "header", "name": header,
+        "description": "The user who signed in; it is read of requests of trusted proxies alone.",
+    }  # fmt: skip
+    for path in described["paths"].values():
+        for operation in path.values():
+            if "security" in operation:
+                operation["security"] = [{"Token": []}, {"Proxy": []}]
 
 
 def response_of(name: str, media_type: str) -> type[Response]:

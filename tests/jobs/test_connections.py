@@ -2,7 +2,6 @@
 
 import json
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,12 +9,12 @@ from contextlib import ExitStack, contextmanager
 import pytest
 from planning_jobs import plan_request
 from processes import PATIENCE
+from served import listening
 
 pytest.importorskip("fastapi", reason="the service is not installed")
 pytest.importorskip("httpx", reason="httpx is not installed")
 
 import httpx
-import uvicorn
 from sqlalchemy import text
 
 from stagewright.service.http import connections
@@ -34,16 +33,8 @@ def serving(store: ServiceStore, most: int, streams: int | None = None) -> Itera
     """The port of a server in a thread."""
     app = create_app(Service(store, RequestLimits(streams=streams), open_to_all=True))
     protocol = type("Few", (Connection,), {"most": most})
-    config = uvicorn.Config(app, http=protocol, log_level="critical", timeout_keep_alive=1)
-    server = uvicorn.Server(config)
-    listening = socket.create_server(("127.0.0.1", 0))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    try:
-        yield listening.getsockname()[1]
-    finally:
-        server.should_exit = True
-        thread.join(PATIENCE)
+    with listening(app, http=protocol, timeout_keep_alive=1) as port:
+        yield port
 
 
 def ended(connection: socket.socket) -> bytes:

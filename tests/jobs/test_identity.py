@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import browsing
 from commands import answered, refused
+from pages import CHROMIUM
 from planning_jobs import TWO_JOBS, Clock
+from served import behind, listening
 
 pytest.importorskip("fastapi", reason="the service is not installed")
 
 from sqlalchemy import event
 
+from stagewright.client import Client
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.http import jobs, tokens
 from stagewright.service.http.app import create_app
@@ -292,11 +296,40 @@ def test_a_prefix_is_in_every_place_stripped_or_not(store: ServiceStore, prefix:
         start = f"{prefix}/page/" if prefix else "page/"
         assert set(re.findall('"([^"]*page/)', page)) == {start}
     described = json.loads(ask(app, "/v1/openapi.json").body)
+    assert described["components"]["securitySchemes"]["Proxy"]["name"] == NAME
+    assert described["paths"]["/v1/plan"]["post"]["security"] == [{"Token": []}, {"Proxy": []}]
+    assert "security" not in described["paths"]["/health/live"]["get"]
     assert described.get("servers", []) == ([{"url": prefix}] if prefix else [])
     for wrong in (f"{prefix}x/v1/jobs", f"{prefix}/../v1/jobs", f"{prefix}{prefix}/v1/jobs"):
         if prefix:
             assert ask(app, wrong, [ann], peer=PROXY).status == 404
             assert ask(app, prefix).status == 200  # without the slash, too
+
+
+def test_page_and_client_live_under_a_prefix(store: ServiceStore, tmp_path: Path) -> None:
+    proxies = Proxies(networks(["127.0.0.1"]), NAME, root_path="/planner")
+    with (
+        listening(create_app(Service(store, proxies=proxies)), proxy_headers=False) as port,
+        behind(port, "/planner", {NAME: "ann"}) as url,
+        Client(url) as client,
+    ):
+        job = client.submit("jobshop", TWO_JOBS).id
+        client.stop(job)
+        assert [one.name for one in client.events(job)] == ["queued", "failed"]
+        assert client.job(job).user == "ann"
+        if CHROMIUM is None:
+            pytest.skip("chromium is not installed")
+        with browsing(tmp_path) as browser:
+            for place in (f"{url}/#/jobs", f"{url}/#/jobs/{job}", f"{url}/#/new/jobshop"):
+                browser.open(place, 1400)
+                browser.await_that("document.querySelector('#view h1')")
+            browser.run("document.querySelector('[name=example]').click()")
+            browser.await_that(
+                "document.querySelector('form.request').innerText.includes('entries')"
+            )
+            browser.run("document.querySelector('form.request').requestSubmit()")
+            browser.await_that("document.querySelector('.state')?.textContent === 'queued'")
+            assert browser.errors == []
 
 
 SITE, ORIGIN = "Sec-Fetch-Site", "Origin"
