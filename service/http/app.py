@@ -34,7 +34,7 @@ def create_app(service: Service) -> Application:
     """The application on a store."""
     app = Application(
         title="Stagewright", version="1", openapi_url="/v1/openapi.json", docs_url=None,
-        redoc_url=None,
+        redoc_url=None, generate_unique_id_function=lambda route: route.name,
     )  # fmt: skip
     app.state.service = service
     add_handlers(app)
