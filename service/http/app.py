@@ -41,7 +41,8 @@ def create_app(service: Service | None) -> Application:
     proxies = Proxies() if service is None else service.proxies
     app = Application(
         title="Stagewright", version="1", openapi_url="/v1/openapi.json", docs_url=None,
-        redoc_url=None, telemetry={
+        redoc_url=None, generate_unique_id_function=lambda route: route.name,
+        telemetry={
             "metrics": False, "logs": False, "operation_spans": False, "auto_configure": False,
             "exclude": lambda scope: _path(scope, proxies.root_path).startswith(_UNTRACED),
         },

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import APIRouter, HTTPException, Query, Response
+from fastapi import APIRouter, HTTPException, Path, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from stagewright.executor.export import FORMATS, export
 from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.units import MAX_DEVICES
@@ -21,11 +22,12 @@ from stagewright.service.http.openapi import (
     Png,
     Zip,
     answered,
+    of_kinds,
     reference,
     refused,
 )
 from stagewright.service.http.uploads import ID, own_trace
-from stagewright.service.jobs.kinds import parse_request
+from stagewright.service.jobs.kinds import KINDS, parse_request
 from stagewright.service.jobs.records import ServiceJob
 from stagewright.service.pipelines.requests import CompareRequest, PlanRequest
 from stagewright.service.whole_answers import carried_document
@@ -47,7 +49,11 @@ PLANS = [
 router = APIRouter(prefix="/v1", responses=refused(*GUARDED, 404))
 
 
-@router.get("/jobs/{job}/plan", responses=answered({"anyOf": PLANS}))
+@router.get(
+    "/jobs/{job}/plan",
+    responses=answered({"anyOf": PLANS}),
+    openapi_extra=of_kinds("plan", PLACE, *FILES),
+)
 def read_plan(job: Readable) -> Response:
     """The best plan so far; a placement, layout, rate set or tuning when its job has ended."""
     carried = _carried(job)
@@ -55,7 +61,11 @@ def read_plan(job: Readable) -> Response:
     return _file(JsonText(text), f"{FILES.get(job.kind, 'plan')}.json")
 
 
-@router.get("/jobs/{job}/trace", responses=answered({"type": "object"}))
+@router.get(
+    "/jobs/{job}/trace",
+    responses=answered({"type": "object"}),
+    openapi_extra=of_kinds("plan", PLACE),
+)
 def read_trace(job: Readable) -> Response:
     """The plan's timeline as a Chrome trace, which Perfetto shows."""
     from stagewright.executor.drawing import operators
@@ -66,7 +76,7 @@ def read_trace(job: Readable) -> Response:
     return _file(JsonText(text), "trace.json")
 
 
-@router.get("/jobs/{job}/timeline.html", response_class=Html)
+@router.get("/jobs/{job}/timeline.html", response_class=Html, openapi_extra=of_kinds("plan", PLACE))
 def read_page(job: Readable) -> Response:
     """The plan's page, which needs nothing else: timeline, cluster, memory, bounds and stages."""
     from stagewright.executor.drawing import operators
@@ -78,7 +88,7 @@ def read_page(job: Readable) -> Response:
     return _file(Html(page(_plan(job), _request(job).cluster)), "timeline.html")
 
 
-@router.get("/jobs/{job}/timeline.png", response_class=Png)
+@router.get("/jobs/{job}/timeline.png", response_class=Png, openapi_extra=of_kinds("plan", PLACE))
 def draw_timeline(job: Readable) -> Response:
     """The plan's timeline."""
     from stagewright.executor.drawing import operators
@@ -88,7 +98,7 @@ def draw_timeline(job: Readable) -> Response:
     return Png(png(_plan(job)) if placed is None else operators.png(placed))
 
 
-@router.get("/jobs/{job}/timeline")
+@router.get("/jobs/{job}/timeline", openapi_extra=of_kinds("plan"))
 def read_timeline(job: Readable) -> dict[str, Any]:
     """What the page of the plan shows: why it is slow, timeline, cluster, memory and bounds."""
     from stagewright.executor.drawing.page import page_object
@@ -96,7 +106,9 @@ def read_timeline(job: Readable) -> dict[str, Any]:
     return page_object(_plan(job), _request(job).cluster)
 
 
-@router.get("/jobs/{job}/figures")
+@router.get(
+    "/jobs/{job}/figures", openapi_extra=of_kinds(*(kind for kind in KINDS if kind != "plan"))
+)
 def read_figures(job: Readable) -> dict[str, Any]:
     """What the page shows of an answer of another kind: numbers, tables, timelines, charts."""
     from stagewright.service.http.figures import figures
@@ -120,17 +132,21 @@ class ExportParameters(BaseModel):
     time: str | None = Field(None, max_length=20)
 
 
-@router.get("/jobs/{job}/export/{to}", response_class=Zip)
-def export_plan(job: Readable, to: str, options: Annotated[ExportParameters, Query()]) -> Response:
+@router.get("/jobs/{job}/export/{to}", response_class=Zip, openapi_extra=of_kinds("plan", LAYOUTS))
+def export_plan(
+    job: Readable,
+    to: Annotated[str, Path(examples=list(FORMATS))],
+    options: Annotated[ExportParameters, Query()],
+) -> Response:
     """The files for a framework, or a script that launches, as a ZIP archive."""
-    from stagewright.executor.export import export
-
     layout = _carried(job) if job.kind == LAYOUTS else None
     plan = _plan(job) if layout is None else layout
     return _zip(export(plan, to, _options(job, to, options)), to)
 
 
-@router.get("/jobs/{job}/tuning.zip", response_class=Zip)
+@router.get(
+    "/jobs/{job}/tuning.zip", response_class=Zip, openapi_extra=of_kinds("tune", "tune-read")
+)
 def read_tuning(job: Readable) -> Response:
     """The folder of a tuning, as `stagewright tune` writes it: its document, the next layouts."""
     from stagewright.executor.measuring.trials import DOCUMENT, trial_files
@@ -156,7 +172,6 @@ def _zip(files: Mapping[str, str], name: str) -> Response:
 
 def _options(job: ServiceJob, to: str, given: ExportParameters) -> "FormatOptions":
     """The options, with the model and the cluster that the plan was asked for."""
-    from stagewright.executor.export import FORMATS
     from stagewright.executor.export.options import FormatOptions
 
     if job.kind == LAYOUTS:
@@ -170,7 +185,7 @@ def _options(job: ServiceJob, to: str, given: ExportParameters) -> "FormatOption
     return FormatOptions(**chosen, **given.model_dump())
 
 
-@router.get("/jobs/{job}/comparison")
+@router.get("/jobs/{job}/comparison", openapi_extra=of_kinds("plan"))
 def compare_with_run(
     job: Readable, trace: Annotated[str, Query(pattern=ID)], caller: Reader, service: Serving
 ) -> dict[str, Any]:
@@ -189,7 +204,7 @@ def compare_with_run(
     return answer.json_object() | {"measured": {"timeline": measured}}
 
 
-@router.get("/diff")
+@router.get("/diff", openapi_extra=of_kinds("plan"))
 def diff(first: str, second: str, caller: Reader, service: Serving) -> dict[str, Any]:
     """How the plan of the second job differs from that of the first."""
     from stagewright.executor.simulation.difference import differ

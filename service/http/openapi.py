@@ -1,7 +1,9 @@
-"""The description of the service (OpenAPI): schemas of what is sent, answered and refused."""
+"""The description of the service (OpenAPI): schemas, examples, and links between operations."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Response
@@ -33,19 +35,37 @@ _UPLOAD = {
     "additionalProperties": False,
 }
 GUARDED = (401, 403, 422, 429, 503)
+PAGE = files("stagewright.service.http.page")
+_OF_KINDS = "x-kinds"
+_TAKES = {"JobView": {"job", "first", "second"}, "UploadView": {"upload"}}
+"""The parameters that take the id of what an answer describes."""
 
 
 class Application(FastAPI):
     """An application that describes documents and problems too."""
 
     def openapi(self) -> dict[str, Any]:
-        """The document, with the schemas to which the routes refer."""
-        found = super().openapi()
-        found["components"]["schemas"] |= _components()
-        service = getattr(self.state, "service", None)
-        if service is not None and service.proxies.identity_header is not None:
-            _add_proxy(found, service.proxies.identity_header)
-        return found
+        """The document, with the schemas and examples to which the routes refer, and links."""
+        if not self.openapi_schema:
+            found = super().openapi()
+            found["components"]["schemas"] |= _components()
+            found["components"] |= {"examples": _examples(), "links": _linked(found["paths"])}
+            service = getattr(self.state, "service", None)
+            if service is not None and service.proxies.identity_header is not None:
+                _add_proxy(found, service.proxies.identity_header)
+        return super().openapi()
+
+
+def of_kinds(*names: str) -> dict[str, Any]:
+    """That jobs of these kinds alone have what a route answers, for its ``openapi_extra``."""
+    return {_OF_KINDS: list(names)}
+
+
+def sent(schema: Mapping[str, Any], *examples: str, media_type: str = "application/json") -> Any:
+    """What a route is sent, for its ``openapi_extra``; examples are those of `_examples`."""
+    shown = {one: {"$ref": f"#/components/examples/{one}"} for one in examples}
+    content = {media_type: {"schema": schema} | ({"examples": shown} if shown else {})}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 def _add_proxy(described: dict[str, Any], header: str) -> None:
@@ -111,3 +131,50 @@ def _components() -> dict[str, Any]:
         for name in FIELDS.keys() & fields:
             fields[name] = {"anyOf": [fields[name], _UPLOAD]}
     return schemas
+
+
+@cache
+def _examples() -> dict[str, Any]:
+    """A request of each kind, which the page shows too, and documents to upload."""
+    values: dict[str, Any] = {
+        kind: json.loads(PAGE.joinpath(f"example-{kind}.json").read_text("utf-8")) for kind in KINDS
+    }
+    plan, layout = values["plan"], values["train-plan"]
+    topology = "\tGPU0\tGPU1\nGPU0\t X \tNV1\nGPU1\tNV1\t X \n"  # of nvidia-smi
+    values |= {"model": plan["chain"], "cluster": plan["cluster"], "topology": topology}
+    values["config"] = layout["config"]
+    return {name: {"value": value} for name, value in values.items()}
+
+
+def _linked(paths: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Link each answer that describes a job or an upload to the operations that take its id."""
+    operations = {one["operationId"]: one for calls in paths.values() for one in calls.values()}
+    taking: dict[str, dict[str, Any]] = {view: {} for view in _TAKES}
+    for view, names in _TAKES.items():
+        for name, one in operations.items():
+            given = [each["name"] for each in one.get("parameters", ()) if each["required"]]
+            if taken := names.intersection(given):
+                values = dict.fromkeys(sorted(taken), "$response.body#/id")
+                taking[view][name] = {"operationId": name, "parameters": values}
+    for name, one in operations.items():
+        for view, response in _views(one):
+            response["links"] = {
+                then: {"$ref": f"#/components/links/{then}"}
+                for then in taking[view]
+                if _may_follow(name, operations[then])
+            }
+    return {name: link for links in taking.values() for name, link in links.items()}
+
+
+def _views(operation: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The responses that describe a job or an upload, and which."""
+    for response in operation["responses"].values():
+        schema = response.get("content", {}).get("application/json", {}).get("schema", {})
+        view = schema.get("$ref", "").rpartition("/")[2]
+        if view in _TAKES:
+            yield view, response
+
+
+def _may_follow(name: str, then: Mapping[str, Any]) -> bool:
+    """Whether an operation may be one on what `name` answers: of all jobs, or of its kind."""
+    return _OF_KINDS not in then or name.removeprefix("submit-") in then[_OF_KINDS]

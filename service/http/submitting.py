@@ -15,7 +15,7 @@ from stagewright.service import tracing
 from stagewright.service.http.guard import Service, Serving, Submitter
 from stagewright.service.http.identity import LOCAL
 from stagewright.service.http.limits import TooManyError
-from stagewright.service.http.openapi import GUARDED, Responses, reference, refused
+from stagewright.service.http.openapi import GUARDED, Responses, reference, refused, sent
 from stagewright.service.http.tokens import Caller, Scope
 from stagewright.service.http.uploads import resolved
 from stagewright.service.http.views import JobView, canonical, view
@@ -61,14 +61,7 @@ class ConfigView(BaseModel):
     parameters: str
 
 
-@router.post(
-    "/v1/config",
-    openapi_extra={
-        "requestBody": {
-            "required": True, "content": {"application/json": {"schema": {"type": "object"}}}
-        }
-    },
-)  # fmt: skip
+@router.post("/v1/config", openapi_extra=sent({"type": "object"}, "config"))
 async def describe_config(request: Request, caller: Submitter, service: Serving) -> ConfigView:
     """What a Hugging Face ``config.json`` describes."""
     text = await service.limits.body(request)
@@ -87,8 +80,7 @@ def _add(kind: str) -> None:
     one = KINDS[kind]
     first, *others = map(reference, one.forms)
     schema: dict[str, object] = {"anyOf": [first, *others]} if others else {**first}
-    content = {"application/json": {"schema": schema}}
-    body = {"requestBody": {"required": True, "content": content}}
+    body = sent(schema, kind)
 
     @router.post(
         f"/v1/{kind}",

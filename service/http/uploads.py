@@ -28,7 +28,15 @@ from stagewright.graphs.models import chain
 from stagewright.graphs.models.chain import Chain
 from stagewright.service.http.guard import Reader, Service, Serving, Submitter
 from stagewright.service.http.limits import RequestLimits
-from stagewright.service.http.openapi import FIELDS, GUARDED, JsonText, Responses, answered, refused
+from stagewright.service.http.openapi import (
+    FIELDS,
+    GUARDED,
+    JsonText,
+    Responses,
+    answered,
+    refused,
+    sent,
+)
 from stagewright.service.http.views import canonical
 from stagewright.service.jobs.store import PAGE
 from stagewright.service.jobs.uploads import Upload, Uploads
@@ -112,21 +120,20 @@ async def _sent(
 Received = Annotated[SentDocument, Depends(_sent)]
 
 
-def _route(path: str, media_type: str, schema: str) -> Callable[[Route], Route]:
+def _route(path: str, media_type: str, schema: str, *examples: str) -> Callable[[Route], Route]:
     """A route that stores the document which a user sends."""
-    content = {media_type: {"schema": {"type": schema}}}
     return router.post(
         path,
         status_code=201,
         responses=KNOWN | refused(408, 409, 413),
-        openapi_extra={"requestBody": {"required": True, "content": content}},
+        openapi_extra=sent({"type": schema}, *examples, media_type=media_type),
     )
 
 
-@_route("/topology", "text/plain", "string")
+@_route("/topology", "text/plain", "string", "topology")
 async def upload_topology(
     sent: Received,
-    device: Annotated[str, Query(max_length=NAME)],
+    device: Annotated[str, Query(max_length=NAME, examples=["v100"])],
     memory: Annotated[str | None, Query(max_length=20)] = None,
     pcie: Annotated[int, Query(ge=3, le=5)] = 3,
 ) -> UploadView:
@@ -181,7 +188,7 @@ class ConfiguredTraining(BaseModel):
         )
 
 
-@_route("/config", "application/json", "object")
+@_route("/config", "application/json", "object", "config")
 async def upload_config(
     sent: Received, training: Annotated[ConfiguredTraining, Query()]
 ) -> UploadView:
@@ -194,7 +201,7 @@ async def upload_config(
     return await sent.kept(Kind.MODEL, made)
 
 
-@_route("/{kind}", "application/json", "object")
+@_route("/{kind}", "application/json", "object", "model", "cluster")
 async def upload(kind: Kind, sent: Received) -> UploadView:
     """Keep a model, a cluster or a measured trace, for requests that name it."""
     return await sent.kept(kind, lambda: sent.text)

@@ -1,66 +1,106 @@
 """What the interface's description allows, and what it does not, is answered as it says."""
 
+import json
+import math
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import Phase, given, seed
 from hypothesis import strategies as st
-from planning_jobs import plan_request
+from planning_jobs import plan_request, traced
 from profiles import UNSHRUNK, examples
 
 pytest.importorskip("fastapi", reason="the service is not installed")
 pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 
 import schemathesis
+from fastapi.testclient import TestClient
+from schemathesis.generation.stateful.state_machine import APIStateMachine
 
+from stagewright.formulations.forms.answers import silent
+from stagewright.graphs.documents.documents import to_json
 from stagewright.service.http.app import create_app
-from stagewright.service.http.guard import Service
+from stagewright.service.http.guard import ID, Service
 from stagewright.service.http.tokens import Scope, Tokens
+from stagewright.service.http.webhooks import Webhooks
 from stagewright.service.jobs.kinds import KINDS, parse_request
 from stagewright.service.jobs.queue import Queue
-from stagewright.service.jobs.records import JobEnd
+from stagewright.service.jobs.records import JobEnd, State
 from stagewright.service.jobs.store import ServiceStore
-from stagewright.service.pipelines.planning import plan
+from stagewright.service.jobs.uploads import Uploads
 from stagewright.service.workers.processes import outcome_of
+
+SECRET = "a secret of at least 24 characters"
+ANSWERED = ("plan", "jobshop", "tune-read")  # whose jobs have everything that any has, together
+BEFORE = ("read_job", "read_request", "stop_job", "abort_job")  # a job's end
 
 
 @dataclass(frozen=True)
 class Served:
-    """The description of a service, on whose store jobs of `ann` are made, and her token."""
+    """A service and a token of `ann`.
 
+    ``ends`` are how jobs of a kind end, others fail; ``given`` are valid values of parameters.
+    """
+
+    app: Any
     schema: Any
     store: ServiceStore
     headers: dict[str, str]
-    outcome: JobEnd
+    bodies: dict[str, str]
+    ends: dict[str, JobEnd]
+    given: dict[str, str]
 
-    def planned(self) -> str:
-        """A new job that has a plan."""
-        job, _ = self.store.submit("ann", "plan", plan_request(), priority=100)
-        if not job.has_ended:
-            queue = Queue(self.store)
-            while queue.claim("w", 60.0).id != job.id:  # type: ignore[union-attr]
-                pass  # a job that a call before has queued again
-            queue.finish(job.id, "w", self.outcome)
+    def submitted(self, kind: str) -> str:
+        """A new job of a kind, the example's, to which no answer is known."""
+        self.store.discard_ended(math.inf)
+        job, _ = self.store.submit("ann", kind, self.bodies[kind])
         return job.id
+
+    def end(self, job: str, *, fail: bool = False, unless: bool = False) -> None:
+        """End a job, as its kind does or without an answer."""
+        queue, found = Queue(self.store), self.store.get(job)
+        if found is None or found.has_ended or unless:
+            return
+        while self.store.get(job).state is State.QUEUED:  # type: ignore[union-attr]
+            queue.claim("w", 60.0)
+        failed = JobEnd(State.FAILED, reason="as planned")
+        queue.finish(job, "w", failed if fail else self.ends.get(found.kind, failed))
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     store = ServiceStore(f"sqlite:///{tmp_path_factory.mktemp('jobs') / 'jobs.sqlite'}")
     token = Tokens(store.engine).create("ann", Scope.SUBMIT)
-    schema = schemathesis.openapi.from_asgi("/v1/openapi.json", create_app(Service(store)))
-    request: Any = parse_request("plan", plan_request())
-    headers = {"Authorization": f"Bearer {token}"}
-    yield Served(schema, store, headers, outcome_of(plan(request)))
+    app = create_app(Service(store, webhooks=Webhooks(("https://hooks.example",), SECRET)))
+    bodies = {kind: json.dumps(body) for kind, body in shown(app.openapi()).items()}
+    bodies["plan"] = plan_request()
+    requests = {kind: parse_request(kind, bodies[kind]) for kind in ANSWERED}
+    answers = {kind: KINDS[kind].answer(requests[kind], silent, None) for kind in ANSWERED}
+    trace = to_json(traced(answers["plan"].plan, 1.1))
+    upload, _ = Uploads(store).add("ann", "trace", "run", trace, 100)
+    yield Served(
+        app, schemathesis.openapi.from_asgi("/v1/openapi.json", app), store,
+        {"Authorization": f"Bearer {token}"}, bodies,
+        {kind: outcome_of(answer) for kind, answer in answers.items()},
+        {"trace": upload.id, "to": "deepspeed", "device": "v100"},
+    )  # fmt: skip
     store.close()
 
 
+def shown(document: dict[str, Any]) -> dict[str, Any]:
+    """The examples of a description."""
+    return {name: one["value"] for name, one in document["components"]["examples"].items()}
+
+
 # Rules between fields are not in schemas, so that some of what these allow is refused; and unknown
-# parameters of a query are ignored, as a token is that is sent in any case.
+# parameters of a query are ignored, as a token is that is sent in any case. A job that is stopped
+# (DELETE) is still there.
 schemathesis.checks.load_all_checks()
-NAMES = ("positive_data_acceptance", "negative_data_rejection")
+NAMES = ("positive_data_acceptance", "negative_data_rejection", "use_after_free")
 # They read the body as the calls that submit do.
 ALIKE = {f"/v1/{kind}/validate" for kind in KINDS} - {"/v1/jobshop/validate"}
 UNCHECKED = [schemathesis.checks.CHECKS.get_one(name) for name in NAMES]
@@ -81,6 +121,94 @@ def test_every_call_is_answered_as_it_is_described(
     mode = data.draw(st.sampled_from(schemathesis.GenerationMode))
     case = data.draw(operation.as_strategy(generation_mode=mode))
     case.call_and_validate(headers=served.headers, excluded_checks=UNCHECKED)
-    if "job" in (case.path_parameters or {}):
-        case.path_parameters["job"] = served.planned()
-        case.call_and_validate(headers=served.headers, excluded_checks=UNCHECKED)
+
+
+def test_every_example_is_taken(served: Served) -> None:
+    client = TestClient(served.app, headers=served.headers)
+    document = served.app.openapi()
+    values, sent = shown(document), Counter[str]()
+    for path, methods in document["paths"].items():
+        body = methods.get("post", {}).get("requestBody", {"content": {}})["content"]
+        for name in next(iter(body.values()), {}).get("examples", {}):
+            content = values[name] if isinstance(values[name], str) else json.dumps(values[name])
+            options = {"sequence": 1024} if path.endswith("uploads/config") else {"device": "v100"}
+            response = client.post(path.format(kind=name), content=content, params=options)
+            assert response.is_success, (path, name, response.text)
+            sent[name] += 1
+    assert sent.keys() == values.keys()
+
+
+def test_every_link_of_an_answer_leads_to_a_call_that_succeeds(served: Served) -> None:
+    document, reached = served.app.openapi(), set[str]()
+    links = document["components"]["links"]
+    for kind in ANSWERED:
+        answers = document["paths"][f"/v1/{kind}"]["post"]["responses"]
+        assert answers["202"]["links"] == answers["200"]["links"]
+        for name in answers["202"]["links"]:
+            reached.add(name)
+            job = served.submitted(kind)
+            served.end(job, fail=name == "retry_job", unless=name in BEFORE)
+            operation = served.schema.find_operation_by_id(name)
+            values = served.given | dict.fromkeys(links[name]["parameters"], job)
+            case = operation.Case(
+                path_parameters={one.name: values[one.name] for one in operation.path_parameters},
+                query={one.name: values[one.name] for one in operation.query if one.is_required},
+            )
+            response = case.call_and_validate(headers=served.headers, excluded_checks=UNCHECKED)
+            assert 200 <= response.status_code < 300, (kind, name, response.text)
+    assert reached == {name for name, link in links.items() if "upload" not in link["parameters"]}
+
+
+@pytest.mark.slow
+def test_walks_along_links_are_answered_as_they_are_described(served: Served) -> None:
+    """Each call on a job or an upload is answered 2xx at least once, and none 5xx."""
+    codes: dict[str, Counter[int]] = defaultdict(Counter)
+    taking = served.app.openapi()["components"]["links"].keys()
+
+    class Walk(walks(served)):  # type: ignore[misc]
+        def before_call(self, case: Any) -> None:
+            named = map(str, (case.path_parameters or case.query or {}).values())
+            for job in filter(re.compile(ID).fullmatch, named):
+                served.end(job, unless=name_of(case) in BEFORE)
+
+        def after_call(self, response: Any, case: Any) -> None:
+            codes[name_of(case)][response.status_code] += 1
+
+        def get_call_kwargs(self, case: Any) -> dict[str, Any]:
+            return {"headers": served.headers}
+
+        def validate_response(self, response: Any, case: Any, **how: Any) -> None:
+            case.validate_response(response, excluded_checks=UNCHECKED)
+
+    # One at a time: which links are followed is no choice of Hypothesis, which could not repeat it.
+    step = examples(1, quick=1, phases=(Phase.generate,), stateful_step_count=15)
+    for walk in range(200):
+        seed(walk)(Walk).run(settings=step)
+    assert max(code for counts in codes.values() for code in counts) < 500
+    missing = {one for one in taking if not any(200 <= code < 300 for code in codes[one])}
+    assert not missing, {one: codes[one] for one in missing}
+
+
+def name_of(case: Any) -> str:
+    """The operation that a case calls."""
+    return str(case.operation.definition.raw["operationId"])
+
+
+def walks(served: Served) -> type[APIStateMachine]:
+    """Walks along links that send only examples, so that nearly all that is sent is valid."""
+    document = json.loads(json.dumps(served.app.openapi()))
+    values = {kind: json.loads(body) for kind, body in served.bodies.items()}
+    for one in [one for methods in document["paths"].values() for one in methods.values()]:
+        for content in one.get("requestBody", {"content": {}})["content"].values():
+            content["schema"] = {"enum": [values[name] for name in content.pop("examples")]}
+        given = [each for each in one.get("parameters", ()) if each["required"]]
+        for each in given:
+            if each["name"] in served.given:
+                each["schema"] = {"const": served.given[each["name"]]}
+        one["parameters"] = given
+    others = "|".join(KINDS.keys() - {*ANSWERED, "schedule"})
+    schema = schemathesis.openapi.from_dict(document)
+    schema.app = served.app
+    schema.config.phases.stateful.inference.algorithms = []  # the document's links alone
+    walked = schema.exclude(path_regex=f"^/v1/({others})(/validate)?$")
+    return walked.as_state_machine()  # type: ignore[no-any-return]
