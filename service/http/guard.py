@@ -3,7 +3,7 @@
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -13,7 +13,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from stagewright.service.http.limits import RequestLimits, RequestRate
 from stagewright.service.http.tokens import Caller, Scope, Tokens
 from stagewright.service.http.webhooks import Webhooks
-from stagewright.service.jobs.records import ServiceJob
+from stagewright.service.jobs.records import ServiceJob, State
 from stagewright.service.jobs.store import ServiceStore
 
 ID = "[0-9a-f]{32}"  # of a job; databases refuse some texts
@@ -44,6 +44,12 @@ class Service:
         if self.open_to_all and not self._closed.is_set() and Tokens(self.store.engine).exist():
             self._closed.set()
         return not self.open_to_all or self._closed.is_set()
+
+    def waits(self, jobs: Sequence[ServiceJob]) -> dict[str, str]:
+        """Why each of the jobs that is queued waits, by their ids."""
+        if not any(one.state is State.QUEUED for one in jobs):
+            return {}
+        return self.store.standing(jobs, self.limits.running)
 
     def take(self, who: str) -> None:
         """Count a request; raises TooManyError if there are too many."""

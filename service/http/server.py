@@ -4,7 +4,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 
 import uvicorn
@@ -16,6 +16,7 @@ from stagewright.service.http.guard import Service
 from stagewright.service.http.limits import RequestLimits, RequestRate
 from stagewright.service.http.tokens import Tokens
 from stagewright.service.http.webhooks import POLL_SECONDS, Deliverer, Webhooks
+from stagewright.service.jobs.queue import QueueRules
 from stagewright.service.jobs.store import ServiceStore
 from stagewright.service.jobs.upkeep import RepeatedStep, retention
 from stagewright.service.workers.processes import LocalProcess, Start
@@ -34,7 +35,9 @@ class Server:
 
     Anything but processes of this machine is a Ray cluster. ``per_second`` limits the requests of
     each user; None: to `_PER_SECOND` where there are tokens. Jobs are deleted ``keep_days`` after
-    their ends; None: never. Jobs that run at SIGTERM have ``drain_seconds`` to end.
+    their ends; None: never. Jobs that run at SIGTERM have ``drain_seconds`` to end. A user may have
+    ``queued`` jobs in the queue (None: `_MOST_QUEUED` where there are tokens), whose time limits
+    are ``queued_seconds`` together.
     """
 
     store: ServiceStore
@@ -47,6 +50,9 @@ class Server:
     start: Start = LocalProcess
     keep_days: float | None = None
     drain_seconds: float = 25.0
+    queued: int | None = None
+    queued_seconds: float | None = None
+    rules: QueueRules = field(default_factory=QueueRules)
 
     def require_safe(self) -> None:
         """Refuse to serve others without tokens."""
@@ -65,7 +71,9 @@ class Server:
         listening = self._bound()
         app = create_app(self._service())
         made = [
-            Worker(self.store, JobLimits(memory_bytes=self.memory_bytes), start=self.start)
+            Worker(
+                self.store, JobLimits(memory_bytes=self.memory_bytes), self.rules, start=self.start
+            )
             for _ in range(self.workers)
         ]
         beside = list(self._beside())
@@ -115,7 +123,9 @@ class Server:
         return Service(
             self.store,
             RequestLimits(
-                queued=None if free else _MOST_QUEUED,
+                queued=self.queued or (None if free else _MOST_QUEUED),
+                queued_seconds=self.queued_seconds,
+                running=self.rules.running,
                 streams=None if free else _MOST_STREAMS,
                 ray=self.start is not LocalProcess,
             ),

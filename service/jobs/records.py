@@ -60,7 +60,8 @@ class ServiceJob:
     ``answer`` is its JSON object and ``document`` the document that it carries (a plan). Times are
     seconds since 1970. ``cached_from`` is the job whose answer this one has, ``cached_user`` whose
     job that is, ``title`` names its model and cluster, and ``webhook`` is the URL that is told of
-    its end, of which ``delivery`` says whether it has been.
+    its end, of which ``delivery`` says whether it has been. ``limit_seconds`` is how long it may be
+    searched for, of which ``spent_seconds`` were used before it gave way to another job.
     """
 
     id: str
@@ -87,6 +88,8 @@ class ServiceJob:
     webhook: str | None
     delivery: DeliveryRecord | None
     cached_user: str | None
+    limit_seconds: float | None
+    spent_seconds: float
 
     @property
     def has_ended(self) -> bool:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from sqlalchemy.exc import DataError, SQLAlchemyError
 
-from stagewright.service.jobs.queue import MOST_ATTEMPTS, JobLeaseLostError, Queue
+from stagewright.service.jobs.kinds import rest_of
+from stagewright.service.jobs.queue import MOST_ATTEMPTS, JobLeaseLostError, Queue, QueueRules
 from stagewright.service.jobs.records import JobEnd, JobEnding, ServiceJob, State, StoppedBy
 from stagewright.service.jobs.store import ServiceStore
 from stagewright.service.metrics import LOST, RUNS, WAITS
@@ -48,6 +49,7 @@ class Worker:
 
     store: ServiceStore
     limits: JobLimits = JobLimits()
+    rules: QueueRules = field(default_factory=QueueRules)
     lease_seconds: float = 15.0
     poll_seconds: float = 0.2
     look_seconds: float = 2.0
@@ -61,7 +63,7 @@ class Worker:
     _woken: threading.Event = field(init=False, default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self.queue = Queue(self.store)
+        self.queue = Queue(self.store, self.rules)
 
     def run(self) -> None:
         """Claim and answer jobs; a store that does not answer is asked again."""
@@ -88,18 +90,21 @@ class Worker:
             if job is None:
                 self._woken.wait(self.look_seconds)
                 self._woken.clear()
-            else:
-                self.answer(job)
+            while job is not None:
+                job = self.answer(job)
 
-    def answer(self, job: ServiceJob) -> None:
-        """Answer a job that is claimed; what happens to the lease and the store ends it."""
+    def answer(self, job: ServiceJob) -> ServiceJob | None:
+        """Answer a job that is claimed; what happens to the lease and the store ends it.
+
+        Another one, if this one gave way to it: that is claimed too.
+        """
         WAITS.labels(job.kind).observe(max(0.0, (job.started or job.created) - job.created))
         began = time.monotonic()
         try:
             run = _JobRun(self, job)
         except OSError:  # no process can be started now: the lease runs out
             self.stopping.wait(self.poll_seconds)
-            return
+            return None
         try:
             with self.store.signals.subscribed(run.asked.set, job=job.id, name="asked"):
                 run.until_done()
@@ -110,6 +115,7 @@ class Worker:
         finally:
             run.process.kill()
             RUNS.labels(job.kind).observe(time.monotonic() - began)
+        return run.gave_way_to
 
 
 class _JobRun:
@@ -117,13 +123,14 @@ class _JobRun:
 
     def __init__(self, worker: Worker, job: ServiceJob) -> None:
         self.worker, self.job = worker, job
-        self.process = worker.start(job.kind, job.request)
+        self.process = worker.start(job.kind, rest_of(job))
         now = time.monotonic()
         self.ends = now + worker.limits.seconds
         self.renewed = now
         self.kill_at: float | None = None
         self.stopped_by: StoppedBy | None = None
         self.aborted, self.most_bytes = False, 0.0
+        self.gave_way_to: ServiceJob | None = None
         self.asked = threading.Event()
         self.asked.set()  # perhaps between its claim and now
 
@@ -140,6 +147,8 @@ class _JobRun:
                 self._end_without_outcome(seen)
                 return
             self._watch(seen.resident_bytes)
+            if self.gave_way_to is not None:
+                return
             if self.kill_at is None and time.monotonic() > self.worker.drained_at:
                 self.process.kill()
                 self._give_back("its server was stopped", counted=False)
@@ -159,9 +168,11 @@ class _JobRun:
         if self.asked.is_set() or now - self.renewed > self.worker.lease_seconds / 4:
             self.asked.clear()
             with contextlib.suppress(SQLAlchemyError):  # asked again at the next look
-                self._hear(self.worker.queue.renew(
-                    self.job.id, self.worker.name, self.worker.lease_seconds))  # fmt: skip
+                mine = (self.job.id, self.worker.name, self.worker.lease_seconds)
+                self._hear(self.worker.queue.renew(*mine))
                 self.renewed = now
+                if self.kill_at is None and not self.worker.stopping.is_set():
+                    self.gave_way_to = self.worker.queue.give_way(*mine)
         if now > self.ends and self.kill_at is None:
             self._ask_to_stop(StoppedBy.TIME)
         if resident_bytes > limits.memory_bytes:

@@ -76,17 +76,17 @@ def test_a_store_of_the_version_before_goes_on(url: str, engine: Engine) -> None
     assert running is not None
     assert queue.expire() == 1
     claimed = [queue.claim("w", 60.0) for _ in range(3)]
-    assert [job.id for job in claimed if job] == [running.id, waiting.id, new.id]
+    assert [job.id for job in claimed if job] == [waiting.id, running.id, new.id]
     queue.finish(new.id, "w", JobEnd(State.OPTIMAL, answer="{}"))
     store.close()
-    assert revision(engine) == "0004"
+    assert revision(engine) == "0005"
 
 
 def test_a_newer_store_is_refused_and_stays_as_it_is(url: str, engine: Engine) -> None:
     ServiceStore(url).close()
     with engine.begin() as database:
         database.execute(text("UPDATE alembic_version SET version_num = '9999'"))
-    with pytest.raises(InputError, match=r"revision 9999, this version knows 0004 at most") as told:
+    with pytest.raises(InputError, match=r"revision 9999, this version knows 0005 at most") as told:
         ServiceStore(url)
     assert "\n" not in str(told.value)
     assert revision(engine) == "9999"
@@ -115,4 +115,4 @@ def test_servers_that_start_at_once_make_the_tables_once(
         one.stdin.flush()
     told = [one.communicate(timeout=120) for one in started]
     assert told == [("3\n" if before else "0\n", "")] * 4
-    assert revision(engine) == "0004"
+    assert revision(engine) == "0005"
