@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Select, select, text, update
+from sqlalchemy import ColumnElement, Connection, Select, func, select, text, update
 
 from stagewright.service.jobs import shares
 from stagewright.service.jobs.records import (
@@ -212,8 +212,7 @@ class Queue:
 
         The jobs of users whose next one does not meet the conditions are not looked at.
         """
-        order = JOBS.c.priority.desc(), JOBS.c.created, JOBS.c.id
-        asked = select(JOBS.c.id, JOBS.c.user).where(*(conditions or self._waiting()))
+        asked = conditions or self._waiting()
         held_back = list[str]()
         for turn in shares.turns(database):
             if turn.virtual_seconds >= below:
@@ -221,8 +220,7 @@ class Queue:
             if self.rules.running is not None and turn.running >= self.rules.running:
                 held_back.append(turn.user)
                 continue
-            first = asked.where(JOBS.c.user == turn.user).order_by(*order).limit(1)
-            row = database.execute(first.with_for_update(skip_locked=True)).one_or_none()
+            row = database.execute(_first(JOBS.c.user == turn.user, *asked)).one_or_none()
             if row is not None:
                 shares.keep_up(database, held_back, turn.virtual_seconds)
                 return row
@@ -300,6 +298,18 @@ class Queue:
         self, database: Connection, job: str, name: str, data: dict[str, Any] | None = None
     ) -> None:
         tell(database, self._clock(), job, name, data)
+
+
+def _first(*conditions: ColumnElement[bool]) -> Select[Any]:
+    """The oldest job of the highest priority, by two looks into the index."""
+    highest = select(func.max(JOBS.c.priority)).where(*conditions).scalar_subquery()
+    return (
+        select(JOBS.c.id, JOBS.c.user)
+        .where(*conditions, JOBS.c.priority == highest)
+        .order_by(JOBS.c.created, JOBS.c.id)
+        .limit(1)
+        .with_for_update(skip_locked=True, of=JOBS)
+    )
 
 
 def _write(database: Connection, job: str, **values: Any) -> None:

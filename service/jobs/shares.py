@@ -108,18 +108,14 @@ def standing(
     """Why each of the jobs that is queued waits, in words."""
     queued = {one.id: one for one in jobs if one.state is State.QUEUED}
     order = JOBS.c.priority.desc(), JOBS.c.created, JOBS.c.id
-    place = func.row_number().over(partition_by=JOBS.c.user, order_by=order)
-    mine = {one.user for one in queued.values()}
-    places = database.execute(
-        select(JOBS.c.id, JOBS.c.due, place).where(_QUEUED, JOBS.c.user.in_(mine))
-    ).all()
+    place = func.row_number().over(partition_by=JOBS.c.user, order_by=order).label("place")
+    mine = JOBS.c.user.in_({one.user for one in queued.values()})
+    places = select(JOBS.c.id, JOBS.c.due, place).where(_QUEUED, mine).subquery()
     waiting = turns(database)
     running = {one.user: one.running for one in waiting}
     users = "you alone wait" if len(waiting) < 2 else f"{len(waiting)} users wait"
     found = dict[str, str]()
-    for job, due, at in places:
-        if job not in queued:
-            continue
+    for job, due, at in database.execute(select(places).where(places.c.id.in_(queued))):
         count = running.get(queued[job].user, 0)
         held = most_running is not None and count >= most_running
         why = f"you have {count} jobs running, and may have {most_running}" if held else users
