@@ -3,7 +3,7 @@
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
@@ -14,7 +14,7 @@ from stagewright.service.http.identity import LOCAL, Proxies, site_of
 from stagewright.service.http.limits import RequestLimits, RequestRate, TooManyError
 from stagewright.service.http.tokens import PREFIX, Caller, Scope, Tokens, id_of
 from stagewright.service.http.webhooks import Webhooks
-from stagewright.service.jobs.records import ServiceJob
+from stagewright.service.jobs.records import ServiceJob, State
 from stagewright.service.jobs.store import ServiceStore
 
 ID = "[0-9a-f]{32}"  # of a job; databases refuse some texts
@@ -55,6 +55,12 @@ class Service:
         if self.open_to_all and not self._closed.is_set() and self.tokens.exist():
             self._closed.set()
         return not self.open_to_all or self._closed.is_set()
+
+    def waits(self, jobs: Sequence[ServiceJob]) -> dict[str, str]:
+        """Why each of the jobs that is queued waits, by their ids."""
+        if not any(one.state is State.QUEUED for one in jobs):
+            return {}
+        return self.store.standing(jobs, self.limits.running)
 
     def take(self, who: str) -> None:
         """Count a request; raises TooManyError if there are too many."""

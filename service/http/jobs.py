@@ -59,13 +59,14 @@ def list_jobs(
     found = service.store.page(user, before=before, state=state, limit=limit + 1)
     caller.owners.update(one.user for one in found[:limit])
     last = found[limit - 1].id if len(found) > limit else None
-    return JobPage(jobs=tuple(view(one, caller) for one in found[:limit]), next=last)
+    waits = service.waits(found)
+    return JobPage(jobs=tuple(view(one, caller, waits) for one in found[:limit]), next=last)
 
 
 @router.get("/{job}")
-def read_job(job: Readable, caller: Reader) -> JobView:
+def read_job(job: Readable, caller: Reader, service: Serving) -> JobView:
     """A job."""
-    return view(job, caller)
+    return view(job, caller, service.waits([job]))
 
 
 @router.get("/{job}/answer", responses=_OBJECT | refused(409))
@@ -98,8 +99,9 @@ def abort_job(job: Changeable, caller: Submitter, service: Serving) -> JobView:
 @router.post("/{job}/retry", responses=refused(409))
 def retry_job(job: Changeable, caller: Submitter, service: Serving, fresh: bool = False) -> JobView:
     """Queue a job again that is failed or feasible; ``fresh``: any, without what it has found."""
-    service.limits.require_room(partial(service.store.queued, job.user))
-    return view(service.store.retry(job.id, fresh=fresh), caller)
+    service.limits.require_room(partial(service.store.queued, job.user), job.limit_seconds)
+    found = service.store.retry(job.id, fresh=fresh)
+    return view(found, caller, service.waits([found]))
 
 
 @router.post("/{job}/discard", status_code=204, responses=refused(409))

@@ -99,8 +99,9 @@ class RequestLimits:
     ``body_bytes`` of a request, ``body_seconds`` for it to arrive, ``depth`` of brackets in it, its
     ``parts`` (lists and objects) and ``values``, ``seconds`` and ``threads`` of a search (and
     processes of a sweep), ``devices``, ``layers`` and ``operations`` of a problem, ``queued`` jobs
-    of a user and ``streams`` of events that are read at a time (None: any number), and documents
-    that a user has uploaded. ``ray``: sweeps may use the Ray cluster on which jobs are solved.
+    of a user, the ``queued_seconds`` of their time limits, ``running`` jobs of a user (more wait)
+    and ``streams`` of events that are read at a time (None: any number), and documents that a user
+    has uploaded. ``ray``: sweeps may use the Ray cluster on which jobs are solved.
     """
 
     body_bytes: int = 16_000_000
@@ -114,6 +115,8 @@ class RequestLimits:
     layers: int = 2000
     operations: int = 10_000
     queued: int | None = None
+    queued_seconds: float | None = None
+    running: int | None = None
     uploads: int = 100
     streams: int | None = None
     ray: bool = False
@@ -158,14 +161,22 @@ class RequestLimits:
             if count > self.operations:
                 raise InputError(f"jobs: at most {self.operations} operations here, got {count}")
 
-    def require_room(self, queued: Callable[[], int]) -> None:
-        """Refuse another job of a user who has too many in the queue."""
-        if self.queued is not None and (waiting := queued()) >= self.queued:
-            raise TooManyError(
-                f"you have {waiting} jobs in the queue, and may have {self.queued}: wait, or stop "
-                "some",
-                _WAIT_SECONDS,
+    def require_room(self, queued: Callable[[], tuple[int, float]], seconds: float | None) -> None:
+        """Refuse another job of a user who has too many in the queue, or for too many seconds."""
+        if self.queued is None and self.queued_seconds is None:
+            return
+        count, waiting = queued()
+        then = waiting + (seconds or 0.0)
+        if self.queued is not None and count >= self.queued:
+            have = f"you have {count} jobs in the queue, and may have {self.queued}"
+        elif self.queued_seconds is not None and then > self.queued_seconds:
+            have = (
+                f"the jobs that you have in the queue and this one have time limits of {then:g} s, "
+                f"and may have {self.queued_seconds:g} s"
             )
+        else:
+            return
+        raise TooManyError(f"{have}: wait, or stop some", _WAIT_SECONDS)
 
     def require_watchable(self, streams: int) -> None:
         """Refuse another stream of events of a user who reads too many on this server."""

@@ -18,6 +18,7 @@ from stagewright.service.http.identity import Proxies
 from stagewright.service.http.limits import RequestLimits, RequestRate
 from stagewright.service.http.tokens import Tokens
 from stagewright.service.http.webhooks import POLL_SECONDS, Deliverer, Webhooks
+from stagewright.service.jobs.queue import QueueRules
 from stagewright.service.jobs.store import ServiceStore
 from stagewright.service.jobs.upkeep import RepeatedStep, retention
 from stagewright.service.metrics import LOG
@@ -38,7 +39,9 @@ class Server:
 
     Anything but processes of this machine is a Ray cluster. ``per_second`` limits the requests of
     each user; None: to `_PER_SECOND` where there are tokens. Jobs are deleted ``keep_days`` after
-    their ends; None: never. Jobs that run at SIGTERM have ``drain_seconds`` to end.
+    their ends; None: never. Jobs that run at SIGTERM have ``drain_seconds`` to end. A user may have
+    ``queued`` jobs in the queue (None: `_MOST_QUEUED` where there are tokens), whose time limits
+    are ``queued_seconds`` together.
     """
 
     store: ServiceStore
@@ -52,6 +55,9 @@ class Server:
     keep_days: float | None = None
     drain_seconds: float = 25.0
     proxies: Proxies = field(default_factory=Proxies)
+    queued: int | None = None
+    queued_seconds: float | None = None
+    rules: QueueRules = field(default_factory=QueueRules)
 
     def require_safe(self) -> None:
         """Refuse to serve others without tokens."""
@@ -73,7 +79,9 @@ class Server:
         """
         listening = self._bound()
         made = [
-            Worker(self.store, JobLimits(memory_bytes=self.memory_bytes), start=self.start)
+            Worker(
+                self.store, JobLimits(memory_bytes=self.memory_bytes), self.rules, start=self.start
+            )
             for _ in range(self.workers)
         ]
         app = create_app(self._service(lambda: _silent(made)))
@@ -124,7 +132,9 @@ class Server:
         return Service(
             self.store,
             RequestLimits(
-                queued=None if free else _MOST_QUEUED,
+                queued=self.queued or (None if free else _MOST_QUEUED),
+                queued_seconds=self.queued_seconds,
+                running=self.rules.running,
                 streams=None if free else _MOST_STREAMS,
                 ray=self.start is not LocalProcess,
             ),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 
@@ -16,11 +16,11 @@ from stagewright.service.http.guard import Service, Serving, Submitter
 from stagewright.service.http.identity import LOCAL
 from stagewright.service.http.limits import TooManyError
 from stagewright.service.http.openapi import GUARDED, Responses, reference, refused, sent
-from stagewright.service.http.tokens import Caller, Scope
+from stagewright.service.http.tokens import Caller
 from stagewright.service.http.uploads import resolved
 from stagewright.service.http.views import JobView, canonical, view
 from stagewright.service.http.webhooks import Webhooks
-from stagewright.service.jobs.kinds import KINDS, parse_request, title_of
+from stagewright.service.jobs.kinds import KINDS, parse_request, seconds_of, title_of
 from stagewright.service.jobs.records import ServiceJob
 from stagewright.service.metrics import CACHED, SUBMITTED
 from stagewright.service.requests import Request as JobRequest
@@ -104,7 +104,7 @@ def _add(kind: str) -> None:
         found, new = await run_in_threadpool(_submitted, service, kind, text, caller, wishes)
         response.status_code = 202 if new and not found.has_ended else 200
         response.headers["Location"] = f"{service.proxies.root_path}/v1/jobs/{found.id}"
-        return view(found, caller)
+        return view(found, caller, service.waits([found]))
 
     @router.post(
         f"/v1/{kind}/validate",
@@ -139,13 +139,11 @@ def _submitted(
     service: Service, kind: str, body: bytes, caller: Caller, wishes: Wishes
 ) -> tuple[ServiceJob, bool]:
     asked, whole = _validated(service, kind, body, caller)
-    if wishes.priority > 0 and not caller.may(Scope.ADMIN):
-        raise HTTPException(403, "a priority above 0 needs the scope admin")
     if wishes.webhook is not None:
         _webhooks(service).require_allowed(wishes.webhook)
-    text, store = canonical(whole), service.store
+    text, store, seconds = canonical(whole), service.store, seconds_of(asked)
     try:
-        service.limits.require_room(partial(store.queued, caller.user))
+        service.limits.require_room(partial(store.queued, caller.user), seconds)
     except TooManyError:
         if not store.knows(caller.user, kind, text, wishes.key):
             raise
@@ -153,6 +151,7 @@ def _submitted(
     found, new = store.submit(
         caller.user, kind, text, wishes.priority, wishes.key, title=title_of(asked),
         webhook=wishes.webhook, user_class=user_class, trace=tracing.current(),
+        limit_seconds=seconds,
     )  # fmt: skip
     tracing.tell(job=found.id, kind=kind, user_class=user_class, state=found.state.value)
     SUBMITTED.labels(kind).inc(new)

@@ -1,6 +1,7 @@
 """What the service tells a user about a job."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -25,7 +26,8 @@ class JobView(BaseModel):
 
     ``cost`` and ``bound`` are in the unit of its kind (seconds of an iteration for plans); times
     are seconds since 1970. ``title`` names the model and the cluster. ``stopped_by`` says what
-    ended it before its search was complete, and ``webhook`` what became of its webhook.
+    ended it before its search was complete, ``waits`` why a queued job waits (its place in your
+    turn, how many users wait), and ``webhook`` what became of its webhook.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -44,6 +46,7 @@ class JobView(BaseModel):
     bound: float | None
     gap: float | None
     reason: str
+    waits: str
     cached_from: str | None
     has_document: bool
     webhook: DeliveryView | None
@@ -67,7 +70,7 @@ class JobPage(BaseModel):
     next: str | None
 
 
-def view(job: ServiceJob, caller: Caller) -> JobView:
+def view(job: ServiceJob, caller: Caller, waits: Mapping[str, str] | None = None) -> JobView:
     """A job as the caller may see it: without the id of another user's job that it copies."""
     gap = None
     if job.cost and job.bound is not None:
@@ -75,7 +78,7 @@ def view(job: ServiceJob, caller: Caller) -> JobView:
     own = {
         name: getattr(job, name)
         for name in JobView.model_fields
-        if name not in ("gap", "has_document", "reason", "webhook", "cached_from")
+        if name not in ("gap", "has_document", "reason", "waits", "webhook", "cached_from")
     }
     is_known = caller.may(Scope.ADMIN) or caller.user == job.cached_user
     return JobView(
@@ -83,6 +86,7 @@ def view(job: ServiceJob, caller: Caller) -> JobView:
         cached_from=job.cached_from if is_known else None,
         gap=gap,
         reason=in_fields(job.reason),
+        waits=(waits or {}).get(job.id, ""),
         has_document=job.document is not None,
         webhook=None if job.delivery is None else DeliveryView.model_validate(job.delivery),
     )

@@ -1,6 +1,8 @@
 """What may be submitted: each kind of job is a typed request and the use case that answers it."""
 
+import contextlib
 import importlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,7 @@ from stagewright.service.clusters.requests import (
     RoundsRequest,
     SimulateClusterRequest,
 )
+from stagewright.service.jobs.records import ServiceJob
 from stagewright.service.layouts.configured import (
     CalibrateRunsRequest,
     ConfiguredRequest,
@@ -180,6 +183,32 @@ def parse_request(kind: str, text: str | bytes) -> Request:
     if kind not in KINDS:
         raise InputError(f"{kind!r} is no kind of job; there are {', '.join(KINDS)}")
     return KINDS[kind].parse(text)
+
+
+def seconds_of(request: Request) -> float | None:
+    """How long a request may be searched for; None if it says no limit."""
+    limit = request.given().get("time_limit")
+    return limit and limit * len(request.points if isinstance(request, SweepRequest) else (0,))
+
+
+_LEAST_SECONDS = 1.0  # of a search that goes on
+
+
+def rest_of(job: ServiceJob) -> str:
+    """The request for the next process of a job, which has the rest of its time limit.
+
+    One that gave way goes on from its best plan, if its planner can.
+    """
+    if not job.spent_seconds or job.limit_seconds is None:
+        return job.request
+    left = max(_LEAST_SECONDS, job.limit_seconds - job.spent_seconds)
+    rest = json.loads(job.request) | {"time_limit": left}
+    if job.kind == "plan" and job.document is not None:
+        with contextlib.suppress(InputError):
+            text = json.dumps(rest | {"start": json.loads(job.document)})
+            KINDS[job.kind].require_answerable(parse_request(job.kind, text))
+            return text
+    return json.dumps(rest)
 
 
 def title_of(request: Request) -> str:

@@ -62,6 +62,8 @@ class ServiceJob:
     job that is, ``title`` names its model and cluster, and ``webhook`` is the URL that is told of
     its end, of which ``delivery`` says whether it has been. ``user_class`` is the scope with which
     it was submitted, or ``local``, and ``trace`` the traceparent of its submission.
+    ``limit_seconds`` is how long it may be searched for, of which ``spent_seconds`` were used
+    before it gave way to another job.
     """
 
     id: str
@@ -90,6 +92,8 @@ class ServiceJob:
     cached_user: str | None
     user_class: str | None
     trace: str | None
+    limit_seconds: float | None
+    spent_seconds: float
 
     @property
     def has_ended(self) -> bool:

@@ -51,6 +51,7 @@ class JobState:
     gap: float | None
     stopped_by: str | None
     reason: str
+    waits: str
     has_document: bool
     webhook: Webhook | None
 

@@ -138,8 +138,12 @@ JOBS = sa.Table(
     sa.Column("webhook", sa.String(2000)),
     sa.Column("user_class", sa.String(8)),
     sa.Column("trace", sa.String(55)),  # a traceparent (W3C Trace Context)
+    sa.Column("limit_seconds", sa.Float),  # that it asks for
+    sa.Column("spent_seconds", sa.Float, nullable=False, server_default=sa.text("0")),
+    # It has given way, and has found nothing better since.
+    sa.Column("spared", sa.Integer, nullable=False, server_default=sa.text("0")),
     sa.UniqueConstraint("user", "idempotency_key", name="once"),
-    sa.Index("waiting", "state", "priority", "created"),
+    sa.Index("waiting", "state", "user", "priority", "created"),
     sa.Index("alike", "digest", "state"),
     sa.Index("of_user", "user", "created", "id"),
     sa.Index("spent", "user", "state", "started", "finished"),
@@ -155,6 +159,15 @@ EVENTS = sa.Table(
     sa.Column("data", sa.Text, nullable=False),
     sa.Index("of_job", "job", "number"),
     sqlite_autoincrement=True,
+)
+
+SHARES = sa.Table(
+    "shares",
+    TABLES,
+    sa.Column("user", sa.String(200), primary_key=True),
+    sa.Column("weight", sa.Float, nullable=False),
+    sa.Column("virtual_seconds", sa.Float, nullable=False),
+    sa.Column("since", sa.Float, nullable=False),  # when the user began to wait
 )
 
 TOKENS = sa.Table(

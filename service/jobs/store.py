@@ -5,7 +5,7 @@ import importlib.metadata
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -15,6 +15,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError, TimeoutE
 
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.rates import FOLDER as RATES
+from stagewright.service.jobs import shares
 from stagewright.service.jobs.records import ENDED, Event, JobEnding, ServiceJob, State, StoppedBy
 from stagewright.service.jobs.rows import (
     DELIVERIES,
@@ -131,13 +132,14 @@ class ServiceStore:
         webhook: str | None = None,
         user_class: str | None = None,
         trace: str | None = None,
+        limit_seconds: float | None = None,
     ) -> tuple[ServiceJob, bool]:
         """Queue a validated request; the job, and whether it is new.
 
         A request with the ``key`` of an earlier one is that one. A request that was answered
         completely before, for anybody, has its answer at once. ``title`` tells the job from others
         in lists; ``webhook`` is the URL that is told of its end; ``user_class`` and ``trace`` are
-        those of `ServiceJob`.
+        those of `ServiceJob`; ``limit_seconds`` is how long the request may be searched for.
 
         Raises
         ------
@@ -150,10 +152,13 @@ class ServiceStore:
             "request": request, "digest": digest, "priority": priority, "created": self.clock(),
             "attempts": 0, "losses": 0, "reason": "", "idempotency_key": key,
             "title": title[:_TITLE], "webhook": webhook, "user_class": user_class, "trace": trace,
+            "limit_seconds": limit_seconds, "spent_seconds": 0.0,
         }  # fmt: skip
         try:
             with self.writing() as database:
                 values |= self._known(database, digest)
+                if values["state"] == State.QUEUED:
+                    shares.enter(database, user, self.clock())
                 database.execute(sa.insert(JOBS), values)
                 tell(database, self.clock(), values["id"], str(values["state"]))
         except IntegrityError:
@@ -273,6 +278,8 @@ class ServiceStore:
         found = ("cost", "bound", "answer", "document", "cached_from") if fresh else ()
         known = self.get(job)
         with self.writing() as database:
+            if known is not None:
+                shares.enter(database, known.user, self.clock())
             changed = database.execute(
                 sa.update(JOBS)
                 .where(JOBS.c.id == job, JOBS.c.state.in_(again))
@@ -280,7 +287,7 @@ class ServiceStore:
                     **dict.fromkeys(found),
                     digest=known and _digest(known.kind, known.request),
                     state=State.QUEUED, stopped_by=None, asked=None, attempts=0, losses=0, due=0.0,
-                    started=None, finished=None, reason="",
+                    spent_seconds=0.0, spared=0, started=None, finished=None, reason="",
                 )
             ).rowcount  # fmt: skip
             if not changed:
@@ -327,11 +334,25 @@ class ServiceStore:
         with self._engine.connect() as database:
             return [Event(**row._mapping) for row in database.execute(asked)]
 
-    def queued(self, user: str) -> int:
-        """How many jobs of a user wait in the queue."""
-        asked = sa.select(sa.func.count()).where(JOBS.c.user == user, JOBS.c.state == State.QUEUED)
+    def queued(self, user: str) -> tuple[int, float]:
+        """How many jobs of a user wait in the queue, and how long their searches may take."""
+        left = sa.func.sum(JOBS.c.limit_seconds - JOBS.c.spent_seconds)
+        asked = sa.select(sa.func.count(), sa.func.coalesce(left, 0.0)).where(
+            JOBS.c.user == user, JOBS.c.state == State.QUEUED
+        )
         with self._engine.connect() as database:
-            return database.execute(asked).scalar_one()
+            count, seconds = database.execute(asked).one()
+        return count, seconds
+
+    def standing(self, jobs: Sequence[ServiceJob], most_running: int | None) -> dict[str, str]:
+        """Why each of the jobs that wait does, by their ids."""
+        with self._engine.connect() as database:
+            return shares.standing(database, jobs, self.clock(), most_running)
+
+    def weigh(self, user: str, weight: float) -> None:
+        """Give a user ``weight`` times the share of one without a weight."""
+        with self.writing() as database:
+            shares.weigh(database, user, weight)
 
     def counts(self) -> dict[State, int]:
         """How many jobs are in each state."""

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from sqlalchemy.exc import DataError, SQLAlchemyError
 
 from stagewright.service import tracing
+from stagewright.service.jobs.kinds import rest_of
 from stagewright.service.jobs.overview import Presence, queued_at
-from stagewright.service.jobs.queue import MOST_ATTEMPTS, JobLeaseLostError, Queue
+from stagewright.service.jobs.queue import MOST_ATTEMPTS, JobLeaseLostError, Queue, QueueRules
 from stagewright.service.jobs.records import JobEnd, JobEnding, ServiceJob, State, StoppedBy
 from stagewright.service.jobs.store import ServiceStore
 from stagewright.service.metrics import JOB_ENDS, LOG, LOST, RUNS, WAITS
@@ -54,6 +55,7 @@ class Worker:
 
     store: ServiceStore
     limits: JobLimits = JobLimits()
+    rules: QueueRules = field(default_factory=QueueRules)
     lease_seconds: float = 15.0
     poll_seconds: float = 0.2
     look_seconds: float = 2.0
@@ -69,7 +71,7 @@ class Worker:
     _woken: threading.Event = field(init=False, default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self.queue = Queue(self.store)
+        self.queue = Queue(self.store, self.rules)
         self.presence = Presence(self.store, self.name, self.lease_seconds / 4)
 
     def run(self) -> None:
@@ -110,16 +112,19 @@ class Worker:
                 self._woken.clear()
 
     def _answer_next(self) -> bool:
-        """Answer the next job; whether there was one."""
+        """Answer the next job, and those to which it gives way; whether there was one."""
         LOST.inc(self.queue.expire())
-        job = self.queue.claim(self.name, self.lease_seconds)
-        if job is not None:
+        found = job = self.queue.claim(self.name, self.lease_seconds)
+        while job is not None:
             self.store.sign(job)
-            self.answer(job)
-        return job is not None
+            job = self.answer(job)
+        return found is not None
 
-    def answer(self, job: ServiceJob) -> None:
-        """Answer a job that is claimed; what happens to the lease and the store ends it."""
+    def answer(self, job: ServiceJob) -> ServiceJob | None:
+        """Answer a job that is claimed; what happens to the lease and the store ends it.
+
+        Another one, if this one gave way to it: that is claimed too.
+        """
         whose, facts = (job.kind, job.user_class or "unknown"), _facts(job)
         queued, begun = self._queued(job), job.started or job.created
         WAITS.labels(*whose).observe(max(0.0, begun - queued))
@@ -128,14 +133,14 @@ class Worker:
             RUNS.labels(*whose).time(),
             tracing.span("job", job.trace, worker=self.name, attempt=job.attempts, **facts),
         ):
-            self._answer(job)
+            return self._answer(job)
 
-    def _answer(self, job: ServiceJob) -> None:
+    def _answer(self, job: ServiceJob) -> ServiceJob | None:
         try:
             run = _JobRun(self, job)
         except OSError:  # no process can be started now: the lease runs out
             self.stopping.wait(self.poll_seconds)
-            return
+            return None
         try:
             with self.store.signals.subscribed(run.asked.set, job=job.id, name="asked"):
                 run.until_done()
@@ -146,6 +151,7 @@ class Worker:
         finally:
             run.process.kill()
             run.trace()
+        return run.gave_way_to
 
     def _queued(self, job: ServiceJob) -> float:
         """When a job was queued, the last time."""
@@ -164,7 +170,7 @@ class _JobRun:
 
     def __init__(self, worker: Worker, job: ServiceJob) -> None:
         self.worker, self.job = worker, job
-        self.process = worker.start(job.kind, job.request)
+        self.process = worker.start(job.kind, rest_of(job))
         now = time.monotonic()
         self.doing, self.doing_since = "start", time.time()
         self.ends = now + worker.limits.seconds
@@ -172,6 +178,7 @@ class _JobRun:
         self.kill_at: float | None = None
         self.stopped_by: StoppedBy | None = None
         self.aborted, self.most_bytes = False, 0.0
+        self.gave_way_to: ServiceJob | None = None
         self.asked = threading.Event()
         self.asked.set()  # perhaps between its claim and now
 
@@ -191,6 +198,8 @@ class _JobRun:
                 self._end_without_outcome(seen)
                 return
             self._watch(seen.resident_bytes)
+            if self.gave_way_to is not None:
+                return
             if self.kill_at is None and time.monotonic() > self.worker.drained_at:
                 self.process.kill()
                 self._give_back("its server was stopped", counted=False)
@@ -217,9 +226,11 @@ class _JobRun:
         if self.asked.is_set() or now - self.renewed > self.worker.lease_seconds / 4:
             self.asked.clear()
             with contextlib.suppress(SQLAlchemyError):  # asked again at the next look
-                self._hear(self.worker.queue.renew(
-                    self.job.id, self.worker.name, self.worker.lease_seconds))  # fmt: skip
+                mine = (self.job.id, self.worker.name, self.worker.lease_seconds)
+                self._hear(self.worker.queue.renew(*mine))
                 self.renewed = now
+                if self.kill_at is None and not self.worker.stopping.is_set():
+                    self.gave_way_to = self.worker.queue.give_way(*mine)
         if now > self.ends and self.kill_at is None:
             self._ask_to_stop(StoppedBy.TIME)
         if resident_bytes > limits.memory_bytes:

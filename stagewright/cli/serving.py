@@ -84,12 +84,25 @@ class ServeOptions(Stored, Audited, OnRay):
     """A user so named who administrates; the others may submit. Repeat it for several."""
     root_path: Annotated[str, Option(form="PATH")] = ""
     """The prefix under which a proxy serves this service, e.g. /planner."""
+    weight: Annotated[list[str] | None, Option(form="USER=N")] = None
+    """Give the user N times the share of others, from now on, on all servers of the store; repeat
+    it for several."""
+    user_running: Annotated[int | None, Option(form="N"), Field(ge=1)] = None
+    """Jobs of a user that run at a time; more wait. Default: any number."""
+    user_queued: Annotated[int | None, Option(form="N"), Field(ge=1)] = None
+    """Jobs of a user in the queue; default: 1000 if there are tokens, else any number."""
+    user_queued_time: Annotated[str | None, Option(form="SECONDS")] = None
+    """Time limits, added up, of a user's jobs in the queue, for example 10h; default: any."""
+    preempt_after: Annotated[str, Option(form="SECONDS")] = "60s"
+    """A job with a plan that has run for so long gives way to one without, of a user below their
+    share, and goes on later; never: it does not."""
 
 
 @command(
     headings={
         "Behind a proxy": "trusted_proxy identity_header admin root_path",
         "Logs": "log_format audit_log",
+        "Shares of users": "weight user_running user_queued user_queued_time preempt_after",
     }
 )
 def serve(given: ServeOptions) -> int:
@@ -108,6 +121,10 @@ def serve(given: ServeOptions) -> int:
     ):
         if value is not None and not (is_finite(value) and value > 0):
             raise InputError(f"--{name} must be more than 0 {unit}, got {value:g}")
+    weights = dict(_weight(one) for one in given.weight or ())
+    after, time = given.preempt_after, given.user_queued_time
+    preempt = None if after == "never" else parse_duration(after, "--preempt-after")
+    queued_seconds = None if time is None else parse_duration(time, "--user-queued-time")
     given.require()
     try:
         from stagewright.service import tracing
@@ -115,6 +132,7 @@ def serve(given: ServeOptions) -> int:
         from stagewright.service.http.identity import Proxies, networks
         from stagewright.service.http.server import Server
         from stagewright.service.http.webhooks import SECRET, Webhooks
+        from stagewright.service.jobs.queue import QueueRules
         from stagewright.service.jobs.store import opened
         from stagewright.service.metrics import log, watch_store
     except ImportError as error:
@@ -138,12 +156,25 @@ def serve(given: ServeOptions) -> int:
     ):
         server = Server(
             jobs, given.host, given.port, given.workers, limit, given.rate, webhooks, start,
-            given.keep_days, drain, proxies,
+            given.keep_days, drain, proxies, given.user_queued, queued_seconds,
+            QueueRules(given.user_running, preempt),
         )  # fmt: skip
         watch_store(jobs.engine)
         server.require_safe()
+        for user, weight in weights.items():
+            jobs.weigh(user, weight)
         server.run(lambda url: say(f"serving at {url}"))
     return 0
+
+
+def _weight(text: str) -> tuple[str, float]:
+    """A user and their weight, ``ann=2``."""
+    user, _, number = text.rpartition("=")
+    with contextlib.suppress(ValueError):
+        weight = float(number)
+        if user and 1e-3 <= weight <= 1e3:
+            return user, weight
+    raise InputError(f"--weight {text!r} must be USER=N with N from 0.001 to 1000, such as ann=2")
 
 
 def _processes(given: ServeOptions) -> "AbstractContextManager[Start]":
@@ -327,20 +358,21 @@ def _list(client: "Client", as_json: bool) -> int:
     if as_json:
         print_json({"jobs": [asdict(one) for one in found]})
         return 0
-    _print(found)
+    _print(found, *["waits"][: any(one.waits for one in found)])
     return 0
 
 
-def _print(found: "Sequence[JobState]") -> None:
-    """Print a table of jobs, with a line about units that are not seconds."""
-    print_table(HEAD, [_row(one) for one in found])
+def _print(found: "Sequence[JobState]", *more: str) -> None:
+    """Print a table of jobs, ``more`` of each, and a line about units that are not seconds."""
+    print_table((*HEAD, *(f"<{one}" for one in more)), [_row(one, more) for one in found])
     if any(one.cost is not None and not _is_timed(one) for one in found):
         say("units: those of the request's times or memory")
 
 
-def _row(one: "JobState") -> tuple[str, ...]:
+def _row(one: "JobState", more: "Sequence[str]") -> tuple[str, ...]:
     cost, bound = (_amount(one, value) for value in (one.cost, one.bound))
-    return one.id, one.kind, one.user, one.state, cost, bound, percent(one.gap)
+    told = (getattr(one, name) for name in more)
+    return one.id, one.kind, one.user, one.state, cost, bound, percent(one.gap), *told
 
 
 def _amount(one: "JobState", value: float | None) -> str:
@@ -386,6 +418,6 @@ def _show(client: "Client", found: "JobState", output: "Path | None", as_json: b
         return 0
     _print([found])
     by = "" if found.stopped_by is None else f"stopped by {found.stopped_by}"
-    say(*(line for line in (by, found.reason, _webhook(found)) if line))
+    say(*(line for line in (by, found.reason, found.waits, _webhook(found)) if line))
     say(*([f"{output} is written"] if output is not None else []))
     return 1 if found.state == "failed" else 0

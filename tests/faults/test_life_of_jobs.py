@@ -35,15 +35,15 @@ from stagewright.service.http.app import create_app
 from stagewright.service.http.guard import Service
 from stagewright.service.http.limits import RequestLimits
 from stagewright.service.http.tokens import Scope, Tokens
-from stagewright.service.http.webhooks import Deliverer, Webhooks
+from stagewright.service.http.webhooks import Deliverer, Deliveries, Webhooks
 from stagewright.service.jobs.kinds import parse_request
-from stagewright.service.jobs.queue import Deliveries, JobLeaseLostError, Queue
+from stagewright.service.jobs.queue import JobLeaseLostError, Queue, QueueRules
 from stagewright.service.jobs.records import JobEnd, JobEnding, State, StoppedBy
 from stagewright.service.jobs.store import ServiceStore
 from stagewright.service.pipelines.planning import plan as plan_now
 from stagewright.service.workers.processes import outcome_of
 
-QUEUED, UPLOADS = 3, 2
+QUEUED, RUNNING, PREEMPT, UPLOADS = 3, 2, 8.0, 2
 SECRET = "a secret of the service of this test"
 ORIGIN = "https://hooks.example"
 PLAN = json.loads(plan_request())
@@ -90,7 +90,10 @@ class Life(RuleBasedStateMachine):
             name: {"Authorization": f"Bearer {made.create(user, Scope(scope))}"} if user else {}
             for name, (user, scope) in TOKENS.items()
         }
-        self.queue, self.oracle = Queue(self.store), Oracle(QUEUED)
+        self.queue = Queue(self.store, QueueRules(RUNNING, PREEMPT))
+        self.oracle = Oracle(QUEUED, RUNNING, PREEMPT)
+        self.store.weigh("bob", 2.0)
+        self.oracle.shares["bob"].weight = 2.0
         self.uploads: dict[str, dict[str, dict[str, Any]]] = {"ann": {}, "bob": {}, "root": {}}
         self.workers = 0
         self.discarded: list[str] = []
@@ -155,9 +158,6 @@ class Life(RuleBasedStateMachine):
         refusal = self.refused(who, "submit")
         if refusal is not None or priority > 100:
             assert told in (refusal, 422 if priority > 100 else None)
-            return
-        if priority > 0 and TOKENS[who][1] != "admin":
-            assert told == 403
             return
         if key is not None and (user, key) in oracle.keys:
             known = oracle.jobs[oracle.keys[user, key]]
@@ -380,7 +380,20 @@ class Life(RuleBasedStateMachine):
             return
         asked = self.queue.renew(job.id, job.worker, LEASE)
         assert asked == (JobEnding(job.asked) if job.asked else None)
-        job.heard = self.clock.now
+        self.oracle.renew(job, self.clock.now)
+
+    @precondition(lambda self: self.oracle.jobs)
+    @rule(number=numbers)
+    def give_way(self, number: int) -> None:
+        if (job := self.running(number)) is None:
+            return
+        assert job.worker is not None
+        worker, expected = job.worker, self.oracle.gives_way(job, self.clock.now)
+        begun = self.queue.give_way(job.id, worker, LEASE)
+        assert (begun and begun.id) == (expected and expected.id)
+        if expected is not None:
+            self.oracle.give_way(job, expected, worker, self.clock.now)
+            self.require_alike(job)
 
     @precondition(lambda self: self.running(0))
     @rule(number=numbers, cost=costs, bound=bounds)
@@ -412,13 +425,15 @@ class Life(RuleBasedStateMachine):
             cost = bound = 1.0
         good = state in ("optimal", "feasible")
         document = json.dumps({"cost": cost, "of": job.worker, "last": True})
-        answer = json.dumps({"by": job.worker, "of": job.id})
+        carried = {"type": "none", "objects": []}
+        answer = json.dumps({"by": job.worker, "of": job.id, "carried": carried})
         outcome = JobEnd(
             State(state), stopped_by=by, answer=answer if state != "failed" else None,
             document=document if good else None, cost=cost if good else None,
             bound=bound if good else None,
         )  # fmt: skip
         self.queue.finish(job.id, job.worker, outcome)
+        self.oracle.give_back_lease(job, self.clock.now)
         if good:
             self.oracle.answer(job, cost, bound, document, answer)
         elif state == "infeasible":
@@ -532,7 +547,7 @@ class Life(RuleBasedStateMachine):
         assert plan.status_code == (404 if job.document is None else 200)
         if job.document is not None:
             assert plan.text == job.document
-        answer = self.ask("GET", f"/v1/jobs/{job.id}/answer", who)
+        answer = self.ask("GET", f"/v1/jobs/{job.id}/answer?whole=true", who)
         if job.has_ended and job.answer is not None:
             assert answer.json() == json.loads(job.answer)
         else:
@@ -615,7 +630,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 def test_jobs_live_as_documented(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     store = ServiceStore(url, clock)
-    limits = RequestLimits(queued=QUEUED, uploads=UPLOADS)
+    limits = RequestLimits(queued=QUEUED, running=RUNNING, uploads=UPLOADS)
     app = create_app(Service(store, limits, webhooks=Webhooks((ORIGIN,), SECRET)))
     with TestClient(app, raise_server_exceptions=False) as client:
 

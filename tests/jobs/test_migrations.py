@@ -81,7 +81,7 @@ def test_a_store_of_the_version_before_goes_on(url: str, engine: Engine) -> None
     assert running is not None
     assert queue.expire() == 1
     claimed = [queue.claim("w", 60.0) for _ in range(3)]
-    assert [job.id for job in claimed if job] == [running.id, waiting.id, new.id]
+    assert [job.id for job in claimed if job] == [waiting.id, running.id, new.id]
     queue.finish(new.id, "w", JobEnd(State.OPTIMAL, answer="{}"))
     store.close()
     assert revision(engine) == "0007"

@@ -262,7 +262,8 @@ def test_both_clients_solve_requests_of_the_library(server: str) -> None:
 
 JOB = {
     "id": "j", "kind": "jobshop", "user": "ann", "state": "solving", "created": 1.0, "cost": None,
-    "bound": None, "gap": None, "stopped_by": None, "reason": "", "has_document": False,
+    "bound": None, "gap": None, "stopped_by": None, "reason": "", "waits": "",
+    "has_document": False,
     "webhook": None,
 }  # fmt: skip
 

@@ -174,7 +174,7 @@ def test_an_incomplete_answer_is_solved_again(store: ServiceStore, queue: Queue)
     assert store.submit("ann", "plan", "{}")[0].state is State.QUEUED
 
 
-def test_turns_are_fair_and_priorities_first(
+def test_users_take_turns_and_priorities_order_their_own(
     store: ServiceStore, queue: Queue, clock: Clock
 ) -> None:
     def submit(user: str, priority: int = 0) -> str:
@@ -182,10 +182,10 @@ def test_turns_are_fair_and_priorities_first(
         job, _ = store.submit(user, "plan", f'{{"n":{clock.now}}}', priority)
         return job.id
 
-    first, second, third = (submit("ann") for _ in range(3))
-    bobs, urgent = submit("bob"), submit("cid", 5)
+    first, second, urgent = submit("ann"), submit("ann"), submit("ann", 5)
+    bobs, cids = submit("bob"), submit("cid", -5)
     turns = [queue.claim(f"w{i}", LEASE).id for i in range(5)]
-    assert turns == [urgent, first, bobs, second, third]
+    assert turns == [urgent, bobs, cids, first, second]
 
 
 def test_only_the_holder_of_a_lease_writes(store: ServiceStore, queue: Queue, clock: Clock) -> None:

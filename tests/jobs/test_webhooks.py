@@ -30,8 +30,8 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.service.http import webhooks
 from stagewright.service.http.app import create_app
 from stagewright.service.http.guard import Service
-from stagewright.service.http.webhooks import Deliverer, Webhooks
-from stagewright.service.jobs.queue import PAUSES, Deliveries, Queue
+from stagewright.service.http.webhooks import PAUSES, Deliverer, Deliveries, Webhooks
+from stagewright.service.jobs.queue import Queue
 from stagewright.service.jobs.records import DeliveryRecord, DeliveryState, JobEnd, JobEnding, State
 from stagewright.service.jobs.store import ServiceStore
 

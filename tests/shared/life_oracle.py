@@ -1,11 +1,13 @@
 """The planning service as its documentation tells of it: dictionaries, no database, no HTTP."""
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 LEASE = 15.0  # seconds of silence after which a job is queued again
 # Seconds until a job is begun again when its server was lost once, twice, ...; then it ends.
 LOSSES = (0.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 600.0)
 PAUSES = (30.0, 120.0, 480.0, 1920.0, 7680.0, 30720.0)  # seconds between deliveries
+LOOKED = 5.0  # seconds after which a job that waits may take the place of another
 ENDED = ("optimal", "feasible", "infeasible", "failed")
 
 
@@ -31,6 +33,7 @@ class KnownJob:
     finished: float | None = None
     worker: str | None = None
     heard: float = 0.0
+    spared: bool = False  # gave way, and has found nothing better since
     asked: str | None = None
     losses: int = 0
     due: float = 0.0
@@ -56,11 +59,27 @@ class KnownDelivery:
     id: str | None = None
 
 
-class Oracle:
-    """Jobs by id, in the order of their submission."""
+@dataclass
+class KnownShare:
+    """What a user has used, in seconds of workers by weight, and since when the user waits."""
 
-    def __init__(self, most_queued: int) -> None:
-        self.most_queued = most_queued
+    weight: float = 1.0
+    used: float = 0.0
+    since: float = 0.0
+
+
+class Oracle:
+    """Jobs by id, in the order of their submission.
+
+    A user has at most so many jobs in the queue, and running at a time; a job with a plan gives way
+    after so many seconds.
+    """
+
+    def __init__(
+        self, most_queued: int, most_running: int | None = None, preempt: float | None = None
+    ) -> None:
+        self.most_queued, self.most_running, self.preempt = most_queued, most_running, preempt
+        self.shares: defaultdict[str, KnownShare] = defaultdict(KnownShare)
         self.jobs: dict[str, KnownJob] = {}
         self.keys: dict[tuple[str, str], str] = {}
         self.deliveries: list[KnownDelivery] = []
@@ -83,6 +102,8 @@ class Oracle:
         return len(queued) >= self.most_queued
 
     def add(self, job: KnownJob, source: KnownJob | None, key: str | None) -> None:
+        if source is None:
+            self.enter(job.user, job.created)
         self.jobs[job.id] = job
         if key is not None:
             self.keys[job.user, key] = job.id
@@ -99,7 +120,7 @@ class Oracle:
                 return 429
             if job.state not in ("failed", "feasible"):
                 return 409
-            self.retry(job)
+            self.retry(job, now)
         elif verb == "discard":
             if not job.has_ended:
                 return 409
@@ -119,7 +140,9 @@ class Oracle:
         else:
             self.end_with_best(job, verb, "user", now)
 
-    def retry(self, job: KnownJob) -> None:
+    def retry(self, job: KnownJob, now: float) -> None:
+        self.enter(job.user, now)
+        job.spared = False
         job.state, job.stopped_by, job.asked = "queued", None, None
         job.losses, job.due = 0, 0.0
         job.finished = job.started = None
@@ -133,21 +156,96 @@ class Oracle:
 
     # --- What workers do ---
 
+    def enter(self, user: str, now: float) -> None:
+        """A user who begins to wait has saved up nothing: the least that others have used is used.
+
+        While nobody waits nothing is owed.
+        """
+        queued, solving = (
+            [self.shares[one.user].used for one in self.jobs.values() if one.state == state]
+            for state in ("queued", "solving")
+        )
+        if any(one.state == "queued" for one in self.mine(user)):
+            return
+        everybody = [one.used for one in self.shares.values()]
+        at = min(queued) if queued else max(solving or everybody, default=0.0)
+        share = self.shares[user]
+        share.used, share.since = max(share.used, at), now
+
+    def charge(self, user: str, seconds: float) -> None:
+        self.shares[user].used += seconds / self.shares[user].weight
+
+    def is_held_back(self, user: str) -> bool:
+        running = sum(one.state == "solving" for one in self.mine(user))
+        return self.most_running is not None and running >= self.most_running
+
     def next(self, now: float) -> KnownJob | None:
-        """Of the highest priority, then of the user with the fewest running, then the oldest."""
-        running = [one.user for one in self.jobs.values() if one.state == "solving"]
+        """Of the user who has used the least of those who may run one: the first of their jobs."""
         queued = [one for one in self.jobs.values() if one.state == "queued" and one.due <= now]
-        return min(queued, key=lambda one: (-one.priority, running.count(one.user)), default=None)
+        return min(
+            (one for one in queued if not self.is_held_back(one.user)), key=self.turn, default=None
+        )
+
+    def turn(self, job: KnownJob) -> tuple[float, ...]:
+        share = self.shares[job.user]
+        # Of users who have used as much, who has waited for longer, then by name.
+        return (share.used, share.since, *map(float, job.user.encode()), 0.0, -job.priority)
 
     def claim(self, job: KnownJob, worker: str, now: float) -> None:
+        """A worker's time is paid with its lease."""
+        used = self.shares[job.user].used
+        for user in {one.user for one in self.jobs.values() if one.state == "queued"}:
+            if self.is_held_back(user):  # and saves nothing up
+                self.shares[user].used = max(used, self.shares[user].used)
+        self.charge(job.user, LEASE)
         job.state, job.worker, job.heard, job.asked = "solving", worker, now, None
         job.started = now
         job.names.append("solving")
+
+    def renew(self, job: KnownJob, now: float) -> None:
+        """What was used since it was heard of is paid, a lease at most."""
+        self.charge(job.user, min(max(0.0, now - job.heard), LEASE))
+        job.heard = now
+
+    def give_back_lease(self, job: KnownJob, now: float) -> None:
+        assert job.started is not None
+        self.charge(job.user, -max(0.0, job.heard + LEASE - max(now, job.started)))
+
+    def gives_way(self, job: KnownJob, now: float) -> KnownJob | None:
+        """The job that begins in place of this one: another user's, who has used less, without one.
+
+        Of the jobs with a plan that have run for so long, that of who has used the most gives way,
+        and none twice before it has found a better plan.
+        """
+        if self.preempt is None:
+            return None
+        may = [
+            one for one in self.jobs.values()
+            if one.state == "solving" and one.document is not None and one.asked is None
+            and now - (one.started or 0.0) >= self.preempt and not one.spared
+        ]  # fmt: skip
+        first = max(
+            may, key=lambda one: (self.shares[one.user].used, -(one.started or 0.0)), default=None
+        )
+        waiting = [
+            one for one in self.jobs.values()
+            if one.state == "queued" and one.document is None
+            and max(one.created, one.due) <= now - LOOKED and not self.is_held_back(one.user)
+            and self.shares[one.user].used < self.shares[job.user].used
+        ]  # fmt: skip
+        return min(waiting, key=self.turn, default=None) if first is job else None
+
+    def give_way(self, job: KnownJob, other: KnownJob, worker: str, now: float) -> None:
+        self.give_back_lease(job, now)
+        self.claim(other, worker, now)
+        job.spared = True
+        self.queue_again(job, now)
 
     def improve(self, job: KnownJob, cost: float, bound: float, document: str) -> None:
         """A plan that a worker has found, and a bound of all plans."""
         if job.cost is None or cost < job.cost:
             job.cost, job.document, job.answer = cost, document, None
+            job.spared = False
         job.bound = bound if job.bound is None else max(bound, job.bound)
 
     def answer(self, job: KnownJob, cost: float, bound: float, document: str, answer: str) -> None:
@@ -167,18 +265,20 @@ class Oracle:
             elif job.losses > len(LOSSES):
                 self.end_with_best(job, "stop", "lost", now)
             else:
-                self.queue_again(job)
+                self.queue_again(job, now)
                 job.due = now + LOSSES[job.losses - 1]
         return lost
 
     def give_back(self, job: KnownJob, now: float) -> None:
         """The server is stopped in good order."""
+        self.give_back_lease(job, now)
         if job.asked is not None:
             self.end_with_best(job, job.asked, "user", now)
         else:
-            self.queue_again(job)
+            self.queue_again(job, now)
 
-    def queue_again(self, job: KnownJob) -> None:
+    def queue_again(self, job: KnownJob, now: float) -> None:
+        self.enter(job.user, now)
         job.state, job.worker = "queued", None
         job.names.append("queued")
 
