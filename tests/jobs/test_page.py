@@ -508,7 +508,7 @@ def test_an_administrator_sees_the_queue_and_stops_a_job_by_keys(tmp_path: Path)
     requests = [plan_request(microbatches=2 + i) for i in range(120)]
     jobs = [store.submit("u" * 90, "plan", one, title=title)[0].id for one in requests]
     rows = "[...document.querySelectorAll('section:nth-of-type(2) .admin tbody tr')]"
-    with served(tmp_path, workers=0) as url, browsing(tmp_path) as browser:
+    with served(tmp_path, *NO_WORKERS) as (url, _), browsing(tmp_path) as browser:
         browser.open(f"{url}/admin", 1400)
         browser.await_that(f"{rows}.length === 20 && !document.querySelector('#admin').hidden")
         browser.run("document.querySelector('[data-key=more]').click()")
