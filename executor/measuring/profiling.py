@@ -1,14 +1,18 @@
 """Measure a model's costs layer by layer on one device.
 
-Every layer runs alone on the outputs of the layers before it. The forward (F), the gradient of its
-inputs alone (I) and its whole backward (B) are timed; the weight gradient is the rest, W = B - I.
-B adds to gradients that are there, as the backward of every microbatch does.
-Rounds over all layers are repeated and medians taken, so that a disturbance of the machine affects
-all layers equally. With one thread of a CPU processor time is measured, which other processes do
-not affect; otherwise elapsed time. On a GPU it is that between events in its stream: nothing waits
-for a layer, as in a run (`MeasuringMachine.timed`). Masks and positions that several layers make of
-the same inputs are made in the first of them, as in a stage (`made_once`); a stage that begins
-later makes them again, which no layer's time includes.
+Every layer runs on the outputs of the layers before it. On a CPU they run in a row, forwards and
+then backwards in reverse, since a stage's other layers drive its weights out of the caches; on a
+GPU each alone, which needs less memory. Timed are its forward and its whole backward (B) by
+autograd, and its forward and the two parts of its backward (I and W) by the pieces that a run makes
+of it, which may take longer. A cost has one forward, the first: I, or W where no input has a
+gradient, takes up how much longer the forward by pieces is. Of a layer without pieces I is B, as in
+a run. B and W add to gradients that are there, as in every microbatch but the first. Rounds over
+all layers are repeated and medians taken, so that a disturbance of the machine affects all layers
+equally. With one thread of a CPU processor time is measured, which other processes do not affect;
+otherwise elapsed time. On a GPU it is that between events in its stream: nothing waits for a layer,
+as in a run (`MeasuringMachine.timed`). Masks and positions that several layers make of the same
+inputs are made in the first of them, as in a stage (`made_once`); a stage that begins later makes
+them again, which no layer's time includes.
 
 ``saved_bytes`` counts every storage that autograd keeps once, without parameters and buffers. A
 tensor that two neighbouring layers keep is counted in both, because a cut between them makes two
@@ -20,7 +24,7 @@ layers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from types import MappingProxyType
@@ -30,23 +34,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stagewright.executor.capture.draws import SavedStorages
 from stagewright.executor.capture.layers import LayeredModel
-from stagewright.executor.capture.loss_graph import (
-    backward_nodes,
-    require_from_outputs,
-    require_no_parameters,
-)
+from stagewright.executor.capture.loss_graph import require_no_parameters
 from stagewright.executor.capture.shapes import propagate, values_of
 from stagewright.executor.capture.twins import copied, made_once
-from stagewright.executor.measuring.links import MeasuringMachine, Seconds, rounded, threads
+from stagewright.executor.measuring.layer_times import LayerRun, loss_of, runs_of, times_of
+from stagewright.executor.measuring.links import MeasuringMachine, rounded, threads
 from stagewright.executor.training.data.batches import (
     mapped_batch,
     require_samples,
     tensors_of_batch,
     typed_inputs,
 )
-from stagewright.executor.training.losses import Loss, cross_entropy, read_loss
+from stagewright.executor.training.losses import Loss, cross_entropy
 from stagewright.executor.training.stages.learning_rates import MakeOptimizer, ParameterGroups
 from stagewright.executor.training.stages.weights import Weights
 from stagewright.graphs.documents.arrays import Floats
@@ -92,16 +92,19 @@ def measure_layers(
     measured = []
     with threads(machine.threads):
         for size in microbatch_sizes:
-            runs = _runs(models[size], _first(inputs, size), _first(targets, size), loss, autocast)
-            seconds = np.empty((WARM_UP + rounds, len(model), 3))
+            runs = runs_of(
+                models[size], _first(inputs, size), _first(targets, size), loss, autocast
+            )
+            rows = [runs] if machine.device.type == "cpu" else [[run] for run in runs]
+            seconds = np.empty((WARM_UP + rounds, len(model), 5))
             for i in range(len(seconds)):
                 on_progress(f"microbatch size {size}, round {i + 1} of {len(seconds)}")
                 with made_once():
-                    times = [run.times(machine) for run in runs]
+                    times = [one for row in rows for one in times_of(row, machine)]
                 seconds[i] = [[one() for one in of_run] for of_run in times]
             measured.append((seconds[WARM_UP:], [run.bytes() for run in runs]))
-        in_loss = partial(_in_loss, model, loss, _first(targets, 1))
-        alone = [*runs[:-1], replace(runs[-1], end=in_loss)] if min(microbatch_sizes) > 1 else []
+        of_one = partial(loss_of, model, loss, _first(targets, 1))
+        alone = [*runs[:-1], replace(runs[-1], loss=of_one)] if min(microbatch_sizes) > 1 else []
         least = [_min_samples(run, machine) for run in alone] or [None] * len(runs)
         on_progress("the optimizer step")
         updates, state = _measure_updates(model, optimizer, groups, clips, machine, rounds)
@@ -141,126 +144,6 @@ def first_batch(batches: Any, *, keywords: bool = False) -> Any:
         what = "nothing" if first is None else f"a {type(first).__name__}"
         raise InputError(f"the data's first mini-batch is {what}, not a pair (inputs, targets)")
     return first[0], first[1]
-
-
-# One layer at one microbatch size
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _LayerInputs:
-    """A layer with its inputs; the last one includes the loss."""
-
-    module: nn.Module
-    inputs: Values
-    end: Callable[[Values], Values]
-    autocast: torch.dtype | None
-
-    def forward(self) -> Values:
-        with self._cast():
-            return self.end(self.module(*self.inputs))
-
-    def _cast(self) -> torch.autocast:
-        mixed, device = self.autocast is not None, self.inputs[0].device.type
-        return torch.autocast(device, self.autocast, enabled=mixed, cache_enabled=False)
-
-    def require_loss(self) -> None:
-        """Refuse a loss that a run would refuse."""
-        with self._cast():
-            outputs = self.module(*self.inputs)
-            leaves = tuple(one.detach().requires_grad_(one.requires_grad) for one in outputs)
-            require_from_outputs(self.end(leaves)[0], leaves)
-
-    def times(self, machine: MeasuringMachine) -> tuple[Seconds, Seconds, Seconds]:
-        """Seconds of one forward, input gradient and whole backward."""
-        inputs = [value for value in self.inputs if value.requires_grad]
-        parameters = [one for one in self.module.parameters() if one.requires_grad]
-        forward, outputs = machine.timed(self.forward)
-        cannot_split = any(map(_has_reentrant_checkpoint, outputs))
-        whole = self._whole_backward(machine, outputs, parameters)
-        if cannot_split or not parameters:
-            return forward, whole, whole
-        # On a separate forward: retaining the graph for a second backward slows both.
-        return forward, self._input_gradient(machine, self.forward(), inputs), whole
-
-    def _input_gradient(
-        self, machine: MeasuringMachine, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
-    ) -> Seconds:
-        roots, gradients = _seeds(outputs)
-        if not inputs or not roots:
-            return _nothing
-        seconds, _ = machine.timed(
-            lambda: torch.autograd.grad(roots, inputs, gradients, allow_unused=True)
-        )
-        return seconds
-
-    def _whole_backward(
-        self, machine: MeasuringMachine, outputs: Sequence[Tensor], parameters: Sequence[Tensor]
-    ) -> Seconds:
-        """Time a backward that adds to the gradients of parameters, as every microbatch does."""
-        roots, gradients = _seeds(outputs)
-        if not roots:
-            return _nothing
-        for one in parameters:
-            one.grad = torch.zeros_like(one)
-        seconds, _ = machine.timed(lambda: torch.autograd.backward(roots, gradients))
-        for one in (*self.inputs, *self.module.parameters()):
-            one.grad = None
-        return seconds
-
-    def bytes(self) -> tuple[int, int]:
-        """Bytes that autograd keeps from forward to backward, and bytes of the layer's outputs."""
-        kept = SavedStorages([*self.module.parameters(), *self.module.buffers()])
-        with torch.autograd.graph.saved_tensors_hooks(kept.add, lambda saved: saved):
-            results = self.forward()
-        return sum(kept.sizes.values()), sum(value.nbytes for value in results)
-
-
-def _nothing() -> float:
-    """The seconds of no computation."""
-    return 0.0
-
-
-def _seeds(outputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The outputs that a backward begins with, and gradients for them."""
-    roots = [value for value in outputs if value.requires_grad]
-    return roots, [torch.randn_like(value) for value in roots]
-
-
-def _runs(
-    model: LayeredModel, values: Values, targets: Any, loss: Loss, autocast: torch.dtype | None
-) -> list[_LayerInputs]:
-    """Every layer with its inputs, which require gradients where they do in training."""
-    runs = []
-    for i, layer in enumerate(model.layers):
-        end = tuple if i < len(model) - 1 else partial(_in_loss, model, loss, targets)
-        run = _LayerInputs(layer.module, values, end, autocast)
-        try:
-            if end is not tuple:
-                run.require_loss()
-            results = run.forward()
-        except InputError:
-            raise
-        except Exception as error:  # of shapes, types or memory, raised by torch or the module
-            reason = str(error).partition("\n")[0]
-            raise InputError(f"layer {layer.name!r} does not run on the data: {reason}") from error
-        values = tuple(value.detach().requires_grad_(value.requires_grad) for value in results)
-        runs.append(run)
-    return runs
-
-
-def _in_loss(model: LayeredModel, loss: Loss, targets: Any, outputs: Values) -> Values:
-    return read_loss(loss(model.result(outputs), targets))[:1]
-
-
-def _min_samples(run: _LayerInputs, machine: MeasuringMachine) -> int | None:
-    """2 for a layer that runs on several samples but not on one, such as a batch norm."""
-    samples = run.inputs[0].shape[:1]
-    one = tuple(value[:1] if value.shape[:1] == samples else value for value in run.inputs)
-    try:
-        replace(run, inputs=one).times(machine)
-    except Exception:  # the layer's code may raise anything
-        return 2
-    return None
 
 
 # The optimizer
@@ -313,8 +196,15 @@ def _weights(module: nn.Module, optimizer: MakeOptimizer, groups: ParameterGroup
     return Weights([module], primary, (), optimizer, versions=1, groups=groups)
 
 
-def _has_reentrant_checkpoint(output: Tensor) -> bool:
-    return any(node.name() == "CheckpointFunctionBackward" for node in backward_nodes(output))
+def _min_samples(run: LayerRun, machine: MeasuringMachine) -> int | None:
+    """2 for a layer that runs on several samples but not on one, such as a batch norm."""
+    samples = run.inputs[0].shape[:1]
+    one = tuple(value[:1] if value.shape[:1] == samples else value for value in run.inputs)
+    try:
+        times_of([replace(run, inputs=one, pieces=None)], machine)
+    except Exception:  # the layer's code may raise anything
+        return 2
+    return None
 
 
 # Samples
@@ -357,19 +247,21 @@ def _parameter_bytes(module: nn.Module) -> int:
 def _costs(
     size: int, kind: str, times: Floats, bytes_: Sequence[tuple[int, int]], updates: Sequence[float]
 ) -> list[LayerCost]:
-    """The medians of ``times``, shape (rounds, layers, 3), as costs of the layers."""
+    """The medians of ``times``, shape (rounds, layers, 5), as costs of the layers."""
     costs = []
-    for (forward, of_inputs, whole), (saved, output), update in zip(
+    for (forward, whole, in_two, of_input, of_weights), (saved, output), update in zip(
         np.median(times, axis=0), bytes_, updates, strict=True
     ):
-        # A difference of two medians may be negative for a layer with a short W.
-        input_gradient = min(of_inputs, whole)
+        further = in_two - forward
         costs.append(
             LayerCost(
                 microbatch_size=size,
                 forward_seconds=rounded(forward),
-                input_gradient_seconds=rounded(input_gradient),
-                weight_gradient_seconds=rounded(whole - input_gradient),
+                backward_seconds=rounded(whole),
+                input_gradient_seconds=rounded(max(0.0, of_input + further) if of_input else 0.0),
+                weight_gradient_seconds=rounded(
+                    of_weights if of_input else max(0.0, of_weights + further)
+                ),
                 update_seconds=rounded(update),
                 saved_bytes=float(saved),
                 output_bytes=float(output),
@@ -380,7 +272,7 @@ def _costs(
 
 
 def _source(machine: MeasuringMachine, dtype: torch.dtype, measured: Sequence[Floats]) -> str:
-    spread = np.concatenate([_spread(times[:, :, [0, 2]]) for times in measured])
+    spread = np.concatenate([_spread(times[:, :, :2]) for times in measured])
     return (
         f"measured: layer by layer with torch {torch.__version__}, "
         f"{str(dtype).removeprefix('torch.')}, on {machine}, {date.today()}; "

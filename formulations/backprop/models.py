@@ -35,9 +35,15 @@ def two_streams_bound(problem: PipelineProblem) -> float | None:
     steps = float(times.update[0].sum())
     main = count * float((forward + gradient).sum()) + float(weights[0])
     area = count * float(times.area[0, 0].sum())
-    of_forward, of_input, of_weights = problem.layer_shares(problem.kinds[0], 1)[:, -1].tolist()
-    of_gradient: float = of_input if times.splits[-1] else max(of_input, of_weights)
-    room = float(gradient[-1]) * (1 - of_gradient) + count * float(forward[-1]) * (1 - of_forward)
+    kind = problem.kinds[0]
+    of_forward, _, of_weights = problem.layer_shares(kind, 1)[:, -1].tolist()
+    alone = float(problem.costs(kind, 1).backward_seconds[-1])
+    if problem.splits_per_layer[-1]:
+        parts = problem.gradient_costs(kind, 1)
+        split = parts.forward_seconds[-1] + of_weights * parts.backward_seconds[-1]
+        alone = min(alone, float(split))
+    of_last = float(times.area[0, 0, -1]) - of_forward * float(forward[-1])
+    room = alone - of_last + count * float(forward[-1]) * (1 - of_forward)
     return float(max(main, area + room) + steps)
 
 

@@ -53,18 +53,25 @@ def splits(problem: PipelineProblem, stages: Sequence[Stage]) -> tuple[bool, ...
     return tuple(problem.layer_with_whole_backward(*stage.layers) is None for stage in stages)
 
 
-def common_problem(problem: PipelineProblem, stages: Sequence[Stage]) -> BackpropProblem:
+def common_problem(
+    problem: PipelineProblem, stages: Sequence[Stage], relaxed: bool = False
+) -> BackpropProblem:
     """The common problem of ``stages``, with a channel for each pair of neighbours as in plans.
 
     Stages on the same devices take turns. A stage's weight gradient follows its output gradient. A
     whole backward counts as an output gradient; the first stage's, which nothing but its forward
-    waits for, as a weight gradient.
+    waits for, as a weight gradient. ``relaxed``: the parts of a backward take no longer than a
+    whole one does.
     """
     parts = splits(problem, stages)
     split = np.repeat(np.array(parts)[:, None], problem.microbatches, axis=1)
     seconds = durations(problem, stages, split)
     first = {kind: np.nan_to_num(each[:, 0]) for kind, each in seconds.items()}
     outputs, weights = first[I] + first[B], first[W].copy()
+    if relaxed:
+        whole = durations(problem, stages)[B][:, 0]
+        outputs = np.minimum(outputs, whole)
+        weights = np.minimum(weights, whole - outputs)
     if not parts[0]:
         outputs[0], weights[0] = 0.0, first[B][0]
     homes: dict[tuple[str, ...], int] = {}
@@ -89,17 +96,13 @@ def common_problem(problem: PipelineProblem, stages: Sequence[Stage]) -> Backpro
 def stage_bounds(problem: PipelineProblem, stages: Sequence[Stage]) -> tuple[Bound, ...]:
     """Bounds on every schedule of ``stages`` between two losses.
 
-    None if stages take turns with their microbatches, recompute, or have devices of several kinds,
-    where the two parts of a backward may take longer than the whole.
+    None if stages take turns with their microbatches, or recompute.
     """
-    devices = problem.cluster.devices
-    for stage in stages:
-        kinds = {devices[problem.cluster.index[name]].kind for name in stage.devices}
-        if len(kinds) > 1 or stage.turns > 1 or stage.recompute != "none":
-            return ()
+    if any(stage.turns > 1 or stage.recompute != "none" for stage in stages):
+        return ()
     return tuple(
         Bound(seconds, BETWEEN_LOSSES[name], "schedule", ORDERS_BETWEEN_LOSSES)
-        for name, seconds in window_bounds(in_turns(common_problem(problem, stages)))
+        for name, seconds in window_bounds(in_turns(common_problem(problem, stages, relaxed=True)))
     )
 
 

@@ -145,7 +145,8 @@ class PipelineProblem:
     ) -> tuple[float, float]:
         """Time of the input gradient and of the weight gradient, the two parts of the backward.
 
-        Only for layers with both times, see :meth:`layer_with_whole_backward`.
+        Together they may take longer than a whole one. Only for layers with both times, see
+        :meth:`layer_with_whole_backward`.
         """
         kinds = {self.cluster.devices[v].kind for v in devices}
         parts = [self.gradient_costs(kind, len(devices)) for kind in sorted(kinds)]
@@ -167,10 +168,36 @@ class PipelineProblem:
 
     def layer_with_whole_backward(self, start: int, stop: int) -> str | None:
         """The first of layers [start, stop) with only the time of a whole backward."""
-        for layer in self.chain.layers[start:stop]:
-            if any(cost.backward_seconds is not None for cost in layer.costs_at(1)):
-                return layer.name
-        return None
+        whole = np.flatnonzero(~self.splits_per_layer[start:stop])
+        return self.chain.layers[start + int(whole[0])].name if len(whole) else None
+
+    @cached_property
+    def splits_per_layer(self) -> NDArray[np.bool_]:
+        """Whether each layer has the times of both parts of its backward, shape (L,)."""
+        return np.array(
+            [all(cost.has_parts for cost in layer.costs_at(1)) for layer in self.chain.layers]
+        )
+
+    def least_backward(self, kind: str, replicas: int) -> Floats:
+        """Seconds of every layer's backward, whole or in parts, whichever is less, shape (L,)."""
+        whole, parts = self.costs(kind, replicas), self.gradient_costs(kind, replicas)
+        both = parts.forward_seconds + parts.backward_seconds
+        return np.minimum(
+            whole.backward_seconds,
+            both,
+            out=whole.backward_seconds.copy(),
+            where=self.splits_per_layer,
+        )
+
+    def least_gradient(self, kind: str, replicas: int) -> Floats:
+        """Seconds until the gradient of every layer's input can be sent, as `least_backward`."""
+        whole, parts = self.costs(kind, replicas), self.gradient_costs(kind, replicas)
+        return np.minimum(
+            whole.backward_seconds,
+            parts.forward_seconds,
+            out=whole.backward_seconds.copy(),
+            where=self.splits_per_layer,
+        )
 
     @cached_property
     def knows_shares(self) -> bool:

@@ -30,8 +30,9 @@ class LayerCost:
     """Costs of one layer on one kind of device at one microbatch size.
 
     ``device_kind`` None means any device: the source does not say where it was measured. The
-    backward time is given as a sum (``backward_seconds``) or as the times of the input gradient
-    and of the weight gradient. ``saved_bytes`` are kept from the forward to the backward,
+    backward time is that of a whole backward (``backward_seconds``), or of its two parts, input
+    gradient and weight gradient, or all three: parts may take longer than the whole, which is
+    their sum if it is not given. ``saved_bytes`` are kept from the forward to the backward,
     ``output_bytes`` are sent to the next layer (and returned as a gradient). ``update_seconds`` is
     the time of the optimizer step on the layer's parameters (None: not known, counted as 0); it
     does not depend on the microbatch size. The shares are the fractions of the device's
@@ -75,13 +76,17 @@ class LayerCost:
                     require_kernel_share(value, name)
 
     def _require_backward(self) -> None:
-        parts = (self.input_gradient_seconds, self.weight_gradient_seconds)
-        whole = self.backward_seconds is not None
-        if whole == (None not in parts) or whole != (parts == (None, None)):
+        one = (self.input_gradient_seconds is None) != (self.weight_gradient_seconds is None)
+        if one or (self.backward_seconds is None and not self.has_parts):
             raise InputError(
-                "give either backward_seconds or both input_gradient_seconds and "
-                "weight_gradient_seconds"
+                "give backward_seconds, or both input_gradient_seconds and "
+                "weight_gradient_seconds, or all three"
             )
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether the times of the two parts of the backward are given."""
+        return self.input_gradient_seconds is not None
 
     @property
     def degree(self) -> int:
@@ -95,7 +100,7 @@ class LayerCost:
 
     @property
     def total_backward_seconds(self) -> float:
-        """Time of the whole backward, B = I + W."""
+        """Time of the whole backward B, I + W if it is not given."""
         if self.backward_seconds is not None:
             return self.backward_seconds
         assert self.input_gradient_seconds is not None

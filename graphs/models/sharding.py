@@ -36,7 +36,7 @@ def split_backwards(chain: Chain, share: float) -> tuple[Chain, int]:
 
 def _split(cost: LayerCost, share: float) -> LayerCost:
     whole = cost.backward_seconds
-    if whole is None:
+    if whole is None or cost.has_parts:
         return cost
     first = share * whole
     return replace(

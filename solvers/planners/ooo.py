@@ -257,14 +257,20 @@ class _Setting:
         cost = cost_of(self.problem, best)
         if not best.bounds or max(one.seconds for one in best.bounds) >= cost * (1 - ROUNDING):
             return best
-        found = solve(self.common, limits, (best.notes[0], self._window(best.starts)))
+        began, relaxed = monotonic(), common_problem(self.problem, self.stages, relaxed=True)
+        of_all = np.array_equal(relaxed.seconds, self.common.seconds)  # whole backwards, too
+        share = limits if of_all else replace(limits, seconds=limits.seconds / 2)
+        proof = found = solve(self.common, share, (best.notes[0], self._window(best.starts)))
         if found.timetable is not None and found.source != best.notes[0]:
             other = self.proposal(found.source, found.timetable)
             if _shortage(self.problem, other) is None and cost_of(self.problem, other) < cost:
                 best = other
-        if found.proved_by != CP_SAT:
+        if not of_all:
+            left = limits.left(monotonic() - began)
+            proof = solve(relaxed, replace(limits, seconds=left))
+        if proof.proved_by != CP_SAT:
             return best
-        proved = Bound(found.bound, SEARCHED_BETWEEN_LOSSES, "schedule", ORDERS_BETWEEN_LOSSES)
+        proved = Bound(proof.bound, SEARCHED_BETWEEN_LOSSES, "schedule", ORDERS_BETWEEN_LOSSES)
         return replace(best, bounds=(*best.bounds, proved))
 
     def proposal(self, name: str, timetable: WindowTimes) -> Proposal:

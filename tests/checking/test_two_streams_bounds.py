@@ -26,7 +26,7 @@ from stagewright.formulations.pipelines.bounds.every_plan import (
     layer_bound,
     priced_load_bound,
 )
-from stagewright.formulations.plans.actions import Action
+from stagewright.formulations.plans.actions import Action, B, I, W
 from stagewright.formulations.plans.assembly import certify
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound
@@ -42,20 +42,44 @@ from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 ROUNDING = 1 + 1e-9
 
 
+def joins(one: Action) -> Action:
+    """The weight gradient that is a whole backward with this input gradient."""
+    return replace(one, kind=W)
+
+
 def random_problem(seed: int, count: int = 3, microbatches: int = 1) -> PipelineProblem:
-    """Layers most of which leave a part of the device, some of unknown share."""
+    """Layers most of which leave a part of the device, some of unknown share.
+
+    Whole backwards of some take less or more than both parts.
+    """
     chance = random.Random(seed)
     times = [tuple(float(chance.randint(0, 5)) for _ in range(3)) for _ in range(count)]
     share = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, None)
     shares: list[Shares] = [tuple(chance.choices(share, k=3)) for _ in range(count)]
     updates = [chance.choice((0.0, 0.0, 1.0)) for _ in range(count)]
-    return device_problem(times, shares, updates, microbatches)
+    problem = device_problem(times, shares, updates, microbatches)
+    layers = tuple(
+        replace(layer, costs=(replace(layer.costs[0], backward_seconds=whole),))
+        for layer in problem.chain.layers
+        for whole in (chance.choice((None, float(chance.randint(0, 11)))),)
+    )
+    return replace(problem, chain=replace(problem.chain, layers=layers))
 
 
 def require_bounds(
     problem: PipelineProblem, bounds: Sequence[Bound], main: Sequence[Action], sub: Sequence[Action]
 ) -> bool:
-    """No bound on a class of these orders' plan is above it; whether they make a plan."""
+    """No bound on a class of these orders' plan is above it; whether they make a plan.
+
+    Nor of the plan in which a W right after its I is a whole backward with it.
+    """
+    joined = [
+        replace(one, kind=B) if one.kind is I and after == joins(one) else one
+        for before, one, after in zip([None, *main], main, [*main[1:], None], strict=False)
+        if before is None or before.kind is not I or one != joins(before)
+    ]
+    if joined != list(main):
+        require_bounds(problem, bounds, joined, sub)
     try:
         plan = plan_of_orders(problem, main, sub)
     except InvalidPlan:  # the streams wait for each other

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import (
     Chain,
     Layer,
@@ -50,6 +52,26 @@ CHAIN = Chain(
         ),
     ),
 )
+
+
+def test_parts_may_take_longer_than_the_whole_backward():
+    cost = LayerCost(1, 1.0, 0.0, 0.0, 2.0, 1.5, 1.0)
+    problem = PipelineProblem(
+        Chain("m", "test", 1, (Layer("l", 0.0, (cost,)),)), uniform_servers(1, 1, Link(1e9)), 1
+    )
+    assert problem.compute_seconds(0, 1, (0,)) == (1.0, 2.0)
+    assert problem.gradient_seconds(0, 1, (0,)) == (1.5, 1.0)
+    assert problem.layer_with_whole_backward(0, 1) is None
+    kind = problem.kinds[0]
+    assert (problem.least_backward(kind, 1), problem.least_gradient(kind, 1)) == (2.0, 1.5)
+    without = replace(
+        problem,
+        chain=replace(
+            problem.chain, layers=(Layer("l", 0.0, (replace(cost, backward_seconds=None),)),)
+        ),
+    )
+    assert without.compute_seconds(0, 1, (0,)) == (1.0, 2.5)
+    assert without.digest != problem.digest
 
 
 def test_costs_are_interpolated_between_measured_sizes():
@@ -146,8 +168,8 @@ FIRST_COST = ("layers", 0, "costs", 0)
         ((*FIRST_COST, "forward_seconds"), "fast", r"forward_seconds: .*got 'fast'"),
         ((*FIRST_COST, "update_seconds"), -1, r"update_seconds must be finite and not negative"),
         (("layers", 0, "min_samples"), 0, "min_samples must be at least 1, got 0"),
-        ((*FIRST_COST, "backward_seconds"), None, "give either backward_seconds or both"),
-        ((*FIRST_COST, "input_gradient_seconds"), 1, "give either backward_seconds or both"),
+        ((*FIRST_COST, "backward_seconds"), None, "give backward_seconds, or both"),
+        ((*FIRST_COST, "input_gradient_seconds"), 1, "give backward_seconds, or both"),
         ((*FIRST_COST, "microbatch_size"), 4, "two costs for one device kind and size"),
         ((*FIRST_COST, "saved_bytes"), float("nan"), r"saved_bytes: .*finite"),
         (("layers", 1, "name"), "first", "two layers are named 'first'"),

@@ -100,6 +100,16 @@ def test_times_are_split_between_inputs_and_weights() -> None:
     assert "medians of 2 rounds" in chain.source
 
 
+def test_a_layer_that_no_run_splits_has_its_whole_backward_as_input_gradient() -> None:
+    model = Known()
+    model.second.register_full_backward_hook(lambda *_: None)
+    first, _, hooked, last = (layer.costs[-1] for layer in measured(model, vectors(8)).layers)
+    assert hooked.input_gradient_seconds == hooked.backward_seconds
+    assert hooked.weight_gradient_seconds == 0
+    assert first.weight_gradient_seconds > 0
+    assert last.weight_gradient_seconds > 0
+
+
 def test_measuring_changes_no_parameter() -> None:
     model = WithBatchNorm()
     before = [parameter.clone() for parameter in model.parameters()]

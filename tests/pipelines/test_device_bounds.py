@@ -71,6 +71,7 @@ def tiny_layers(draw: st.DrawFn, name: str) -> Layer:
         output_bytes=2 * MB * draw(numbers(0, 3)),
         input_gradient_seconds=2.0 * draw(numbers(1, 5)),
         weight_gradient_seconds=2.0 * draw(numbers(0, 5)),
+        backward_seconds=draw(st.sampled_from((None, 2.0, 6.0, 12.0))),
         update_seconds=float(draw(st.sampled_from((0, 0, 1, 4)))),
     )
     return Layer(name, draw(st.sampled_from((0, 3))) * MB, (cost,))

@@ -155,6 +155,7 @@ def _costs(draw, times, sizes, even, whole, wide, update):
     """Costs on two kinds, whose times need not be proportional to the samples."""
     saved, output = draw.randint(0, 10), draw.choice((1, draw.randint(0, 10))) * wide
     share = draw.choice((0, 0.5, 0.5, 1, draw.random()))
+    ratio_of_whole = draw.choice((None, 0.8, 1.3))
     for kind, speed in (("a", 1.0), ("b", draw.choice((1.0, 0.5, 2.0, 3.0)))):
         for size in sizes:
             part = size / sizes[-1]
@@ -164,6 +165,7 @@ def _costs(draw, times, sizes, even, whole, wide, update):
             of_input = {
                 "input_gradient_seconds": backward * share,
                 "weight_gradient_seconds": backward * (1 - share),
+                "backward_seconds": backward * ratio_of_whole if ratio_of_whole else None,
             }
             yield LayerCost(
                 size,

@@ -68,7 +68,7 @@ def _entry(draw, size, kind, parts, update):
     if parts:
         entry["input_gradient_seconds"] = _microseconds(draw, 3 * size, 12 + 3 * size)
         entry["weight_gradient_seconds"] = _microseconds(draw, 2 * size, 8 + 2 * size)
-    else:
+    if not parts or draw.random() < 0.3:
         entry["backward_seconds"] = _microseconds(draw, 5 * size, 20 + 5 * size)
     if update:
         entry["update_seconds"] = update

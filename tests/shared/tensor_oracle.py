@@ -91,7 +91,7 @@ class TensorOracle:
             forward, of_input = one.forward_seconds, one.input_gradient_seconds
             return {
                 F: forward,
-                B: of_input + one.weight_gradient_seconds,
+                B: one.backward_seconds or of_input + one.weight_gradient_seconds,
                 I: of_input,
                 W: one.weight_gradient_seconds,
             }[kind]

@@ -128,13 +128,14 @@ def work_of_stages(
     """The work of stages that may split their backwards where they can, if ``parts``.
 
     A backward that may be split is an input gradient, and a weight gradient for the rest of the
-    time of a whole backward, which on unlike devices may be less than the weight gradient takes.
+    time of a whole backward where that is less: the parts may take longer than the whole.
     """
     split = can_split(problem, stages) if parts else (False,) * len(stages)
     work, endings, _ = work_of(problem, Structure(tuple(stages), split))
     whole = durations(problem, stages)[ActionKind.BACKWARD]
     seconds = work.seconds.copy()
-    seconds[2] = np.minimum(seconds[2], np.maximum(whole - seconds[1], 0.0))
+    seconds[1] = np.minimum(seconds[1], whole)
+    seconds[2] = np.minimum(seconds[2], whole - seconds[1])
     return replace(work, seconds=seconds), endings
 
 

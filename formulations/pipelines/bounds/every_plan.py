@@ -90,7 +90,7 @@ class LeastTimes:
     @cached_property
     def backward(self) -> Floats:
         """Seconds of the backward, whole or its two parts, shape (K, R, L)."""
-        return self._table(lambda kind, r: self.problem.costs(kind, r).backward_seconds)
+        return self._table(self.problem.least_backward)
 
     @cached_property
     def gradient(self) -> Floats:
@@ -98,16 +98,14 @@ class LeastTimes:
 
         The whole backward if the layer has no separate times for its parts.
         """
-        parts = self._table(lambda kind, r: self.problem.gradient_costs(kind, r).forward_seconds)
-        return np.where(self.splits, parts, self.backward)
+        return self._table(self.problem.least_gradient)
 
-    @cached_property
-    def splits(self) -> NDArray[np.bool_]:
-        """Whether a layer has the times of both parts of its backward, shape (L,)."""
-        layers = self.problem.chain.layers
-        return np.array(
-            [all(c.backward_seconds is None for c in layer.costs_at(1)) for layer in layers]
-        )
+    def backwards(self, whole: bool) -> tuple[Floats, Floats]:
+        """`gradient` and `backward` of any backwards, or of ``whole`` ones only."""
+        if not whole:
+            return self.gradient, self.backward
+        only = self._table(lambda kind, r: self.problem.costs(kind, r).backward_seconds)
+        return only, only
 
     @cached_property
     def update(self) -> Floats:
@@ -140,7 +138,8 @@ class LeastTimes:
             costs, parts = self.problem.costs(kind, r), self.problem.gradient_costs(kind, r)
             split = of_input * parts.forward_seconds + of_weights * parts.backward_seconds
             whole = np.maximum(of_input, of_weights) * costs.backward_seconds
-            return np.asarray(forward * costs.forward_seconds + np.where(self.splits, split, whole))
+            least = np.where(self.problem.splits_per_layer, np.minimum(split, whole), whole)
+            return np.asarray(forward * costs.forward_seconds + least)
 
         return self._table(of)
 
@@ -308,9 +307,9 @@ def path_bound(problem: PipelineProblem, whole: bool) -> float:
     computes the weight gradient, so only one layer's weight gradient and optimizer step count.
     """
     times = LeastTimes(problem)
-    back = _least(times.backward if whole else times.gradient)
+    back, all_of_it = map(_least, times.backwards(whole))
     ahead = np.append(np.cumsum(back[::-1])[::-1], 0.0)[1:]  # of the layers after l
-    last = ahead + _least(times.backward) + times.update.min(axis=0)
+    last = ahead + all_of_it + times.update.min(axis=0)
     return float(_least(times.forward).sum() + last.max())
 
 
@@ -321,17 +320,18 @@ def layer_path_bound(problem: PipelineProblem, whole: bool) -> float:
     all-reduce and the optimizer step follow all the work.
     """
     times, layers = LeastTimes(problem), len(problem.chain)
-    forward, back = _least(times.forward), _least(times.backward if whole else times.gradient)
+    gradient, backward = times.backwards(whole)
+    forward, back = _least(times.forward), _least(gradient)
     steps = times.update.min(axis=0)
     head = np.cumsum(forward) - forward
     # The backward path through the layers before l ends with the first layer's W and update.
-    first = float(_least(times.backward)[0] + steps[0])
+    first = float(_least(backward)[0] + steps[0])
     tail = np.where(np.arange(layers) > 0, first + np.cumsum(back) - back - back[0], 0.0)
     best = np.full(layers, np.inf)
     for r in times.worthwhile:
         ring, step = times.all_reduce(r), times.slowest_of(r, times.update)
-        work = _busy(times, times.forward + times.backward, r)
-        sent = _busy(times, times.forward + (times.backward if whole else times.gradient), r)
+        work = _busy(times, times.forward + backward, r)
+        sent = _busy(times, times.forward + gradient, r)
         for busy, until in zip(work, sent, strict=True):
             best = np.minimum(best, head + np.maximum(busy + ring + step, until + tail))
     return float(best.max())

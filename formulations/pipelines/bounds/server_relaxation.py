@@ -249,15 +249,12 @@ def _fastest(problem: PipelineProblem, choice: "_Choice", ranks: Ints, split: bo
     }
     costs = [problem.costs(kind, choice.shares) for kind in kinds]
     forward = np.min([one.forward_seconds for one in costs], axis=0)
-    backward = np.min([one.backward_seconds for one in costs], axis=0)
-    gradient = backward
+    backward = gradient = np.min([one.backward_seconds for one in costs], axis=0)
     if split:
-        parts = [problem.gradient_costs(kind, choice.shares).forward_seconds for kind in kinds]
-        whole = [
-            any(c.backward_seconds is not None for c in one.costs_at(1))
-            for one in problem.chain.layers
-        ]
-        gradient = np.where(whole, backward, np.min(parts, axis=0))
+        backward, gradient = (
+            np.min([least(kind, choice.shares) for kind in kinds], axis=0)
+            for least in (problem.least_backward, problem.least_gradient)
+        )
     update = np.min([problem.update_per_layer(kind) for kind in kinds], axis=0)
     return _Seconds(forward, backward, gradient, update)
 

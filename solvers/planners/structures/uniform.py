@@ -125,13 +125,12 @@ def _with_costs(
 
 def _recomputed(chain: Chain, i: int, cost: LayerCost) -> LayerCost:
     kept = 0.0 if i == 0 else _output_bytes(chain.layers[i - 1], cost)
-    again = cost.forward_seconds
-    if cost.backward_seconds is not None:
-        return replace(cost, saved_bytes=kept, backward_seconds=cost.backward_seconds + again)
-    assert cost.input_gradient_seconds is not None  # a layer has either time
-    return replace(
-        cost, saved_bytes=kept, input_gradient_seconds=cost.input_gradient_seconds + again
-    )
+    later = {
+        name: seconds + cost.forward_seconds
+        for name in ("backward_seconds", "input_gradient_seconds")
+        if (seconds := getattr(cost, name)) is not None
+    }
+    return replace(cost, saved_bytes=kept, **later)
 
 
 def _output_bytes(layer: Layer, like: LayerCost) -> float:
