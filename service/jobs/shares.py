@@ -52,11 +52,13 @@ _WAITING = _users_waiting()
 _COUNTS = (
     select(JOBS.c.user, func.count().label("running")).where(_RUNNING).group_by(JOBS.c.user)
 ).subquery()
+# A user whose first job an older server of the store has queued has no share yet.
+_VIRTUAL = func.coalesce(SHARES.c.virtual_seconds, 0.0)
 _TURNS = (
-    select(SHARES.c.user, SHARES.c.virtual_seconds, func.coalesce(_COUNTS.c.running, 0))
-    .join(_WAITING, _WAITING.c.user == SHARES.c.user)
-    .outerjoin(_COUNTS, _COUNTS.c.user == SHARES.c.user)
-    .order_by(SHARES.c.virtual_seconds, SHARES.c.since, SHARES.c.user)
+    select(_WAITING.c.user, _VIRTUAL, func.coalesce(_COUNTS.c.running, 0))
+    .outerjoin(SHARES, _WAITING.c.user == SHARES.c.user)
+    .outerjoin(_COUNTS, _COUNTS.c.user == _WAITING.c.user)
+    .order_by(_VIRTUAL, SHARES.c.since, _WAITING.c.user)
 )
 _NOW = select(
     func.coalesce(
@@ -88,7 +90,10 @@ def enter(database: Connection, user: str, now: float) -> None:
 def charge(database: Connection, user: str, seconds: float) -> None:
     """Add seconds of a worker, below 0 those that are given back, to what a user has used."""
     used = SHARES.c.virtual_seconds + seconds / SHARES.c.weight
-    database.execute(update(SHARES).where(SHARES.c.user == user).values(virtual_seconds=used))
+    charged = update(SHARES).where(SHARES.c.user == user).values(virtual_seconds=used)
+    if not database.execute(charged).rowcount:
+        at = database.execute(_NOW).scalar_one()
+        database.execute(_ENTER, {"user": user, "at": at + seconds, "now": 0.0})
 
 
 def keep_up(database: Connection, users: Sequence[str], virtual_seconds: float) -> None:
