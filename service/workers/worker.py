@@ -14,7 +14,8 @@ from sqlalchemy.exc import DataError, SQLAlchemyError
 from stagewright.service.jobs.queue import MOST_ATTEMPTS, JobLeaseLostError, Queue
 from stagewright.service.jobs.records import JobEnd, JobEnding, ServiceJob, State, StoppedBy
 from stagewright.service.jobs.store import ServiceStore
-from stagewright.service.metrics import LOG, LOST, RUNS, WAITS
+from stagewright.service.jobs.upkeep import RepeatedStep
+from stagewright.service.metrics import LOST, RUNS, WAITS
 from stagewright.service.workers.processes import (
     Better,
     LocalProcess,
@@ -69,8 +70,9 @@ class Worker:
 
     def run(self) -> None:
         """Claim and answer jobs; a store that does not answer is asked again."""
+        turns = RepeatedStep(self._answer_next, self.look_seconds, self.stopping, self._woken)
         with self.store.signals.subscribed(self._woken.set, name=State.QUEUED):
-            self._work()
+            turns.run()
 
     def silent_seconds(self) -> float:
         """How long ago its thread was last seen to go on; 0 of one that is asked to end."""
@@ -86,22 +88,9 @@ class Worker:
         self.stopping.set()
         self._woken.set()
 
-    def _work(self) -> None:
-        while not self.stopping.is_set():
-            self.seen = time.monotonic()
-            answered = False
-            try:
-                answered = self._answer_next()
-            except SQLAlchemyError:
-                pass
-            except Exception:  # a defect: the job's lease runs out, and the thread goes on
-                LOG.exception("worker")
-            if not answered:
-                self._woken.wait(self.look_seconds)
-                self._woken.clear()
-
     def _answer_next(self) -> bool:
-        """Answer the next job; whether there was one."""
+        """Answer the next job; whether there was one. After a defect its lease runs out."""
+        self.seen = time.monotonic()
         LOST.inc(self.queue.expire())
         job = self.queue.claim(self.name, self.lease_seconds)
         if job is not None:
