@@ -27,7 +27,7 @@ from stagewright.service.workers.worker import SILENT_SECONDS, JobLimits, Worker
 
 _PER_SECOND = 50.0  # requests of each user
 _BURST_SECONDS = 10.0  # how long a user may have asked for nothing, to ask for all of it at once
-_HUNG_SECONDS = 5 * SILENT_SECONDS  # after which a server ends itself: probes are sooner
+_MOST_LOOKS = 5  # a minute apart, at a worker that hangs: probes are sooner
 _DELIVERERS = 4  # deliveries of webhooks at a time
 _MOST_QUEUED = 1000  # jobs of each user
 _MOST_STREAMS = 200  # of events that each user reads
@@ -85,7 +85,7 @@ class Server:
             for _ in range(self.workers)
         ]
         app = create_app(self._service(lambda: _silent(made)))
-        beside = [*self._beside(), RepeatedStep(lambda: _end_if_hung(made), SILENT_SECONDS)]
+        beside = [*self._beside(), RepeatedStep(_Watch(made).look, SILENT_SECONDS)]
         runs = [one.run for one in made] + [one.run for one in beside]
         threads = [threading.Thread(target=run) for run in runs]
         for thread in threads:
@@ -107,7 +107,7 @@ class Server:
                 if not one.stopping.is_set():
                     one.stop()
             for step in beside:
-                step.stopping.set()
+                step.stop()
             for thread in threads:
                 thread.join()
 
@@ -160,12 +160,23 @@ def _silent(workers: Sequence[Worker]) -> float:
     return max((one.silent_seconds() for one in workers), default=0.0)
 
 
-def _end_if_hung(workers: Sequence[Worker]) -> bool:
-    """End this process, for who starts it again, where no probe has: a hung thread cannot be."""
-    if (silent := _silent(workers)) > _HUNG_SECONDS:
-        LOG.error("a worker hangs: the server ends", extra={"fields": {"seconds": round(silent)}})
-        os._exit(1)  # jobs end with it, and are queued again when their leases have run out
-    return False
+@dataclass
+class _Watch:
+    """Ends this process, for who starts it again, where no probe has: a hung thread cannot be.
+
+    ``looks`` in a row found one silent: a whole process that was paused is given time to go on.
+    """
+
+    workers: Sequence[Worker]
+    looks: int = 0
+
+    def look(self) -> bool:
+        """Look at the workers once."""
+        self.looks = self.looks + 1 if _silent(self.workers) > SILENT_SECONDS else 0
+        if self.looks >= _MOST_LOOKS:
+            LOG.error("a worker hangs: the server ends")
+            os._exit(1)  # jobs end with it, and are queued again when their leases have run out
+        return False
 
 
 class _Draining(uvicorn.Server):

@@ -66,12 +66,19 @@ def _copy(source: Path, copy: Path) -> None:
 class RepeatedStep:
     """Takes a step again and again until it is stopped, in a thread.
 
-    After a step that tells that there was nothing to do, or that fails, it waits for ``seconds``.
+    After a step that tells that there was nothing to do, or that fails, it waits for ``seconds``,
+    or until it is ``woken``.
     """
 
     step: Callable[[], bool]
     seconds: float
     stopping: threading.Event = field(default_factory=threading.Event)
+    woken: threading.Event = field(default_factory=threading.Event)
+
+    def stop(self) -> None:
+        """End `run` after the step that it takes."""
+        self.stopping.set()
+        self.woken.set()
 
     def run(self) -> None:
         """Repeat the step until it is stopped."""
@@ -82,9 +89,10 @@ class RepeatedStep:
             except SQLAlchemyError:
                 pass  # the store does not answer
             except Exception:  # a defect, which ends no thread
-                LOG.exception("upkeep")
+                LOG.exception("a step of a server failed")
             if not busy:
-                self.stopping.wait(self.seconds)
+                self.woken.wait(self.seconds)
+                self.woken.clear()
 
 
 DAY = 86400.0

@@ -17,7 +17,8 @@ from stagewright.service.jobs.overview import Presence, queued_at
 from stagewright.service.jobs.queue import MOST_ATTEMPTS, JobLeaseLostError, Queue, QueueRules
 from stagewright.service.jobs.records import JobEnd, JobEnding, ServiceJob, State, StoppedBy
 from stagewright.service.jobs.store import ServiceStore
-from stagewright.service.metrics import JOB_ENDS, LOG, LOST, RUNS, WAITS
+from stagewright.service.jobs.upkeep import RepeatedStep
+from stagewright.service.metrics import JOB_ENDS, LOST, RUNS, WAITS
 from stagewright.service.workers.processes import (
     Begun,
     Better,
@@ -76,9 +77,10 @@ class Worker:
 
     def run(self) -> None:
         """Claim and answer jobs; a store that does not answer is asked again."""
+        turns = RepeatedStep(self._answer_next, self.look_seconds, self.stopping, self._woken)
         with self.store.signals.subscribed(self._woken.set, name=State.QUEUED):
             try:
-                self._work()
+                turns.run()
             finally:
                 self.presence.leave()
 
@@ -96,23 +98,13 @@ class Worker:
         self.stopping.set()
         self._woken.set()
 
-    def _work(self) -> None:
-        while not self.stopping.is_set():
-            self.presence.tell()
-            self.seen = time.monotonic()
-            answered = False
-            try:
-                answered = self._answer_next()
-            except SQLAlchemyError:
-                pass
-            except Exception:  # a defect: the job's lease runs out, and the thread goes on
-                LOG.exception("worker")
-            if not answered:
-                self._woken.wait(self.look_seconds)
-                self._woken.clear()
-
     def _answer_next(self) -> bool:
-        """Answer the next job, and those to which it gives way; whether there was one."""
+        """Answer the next job, and those to which it gives way; whether there was one.
+
+        After a defect its lease runs out.
+        """
+        self.presence.tell()
+        self.seen = time.monotonic()
         LOST.inc(self.queue.expire())
         found = job = self.queue.claim(self.name, self.lease_seconds)
         while job is not None:

@@ -98,13 +98,18 @@ def test_commands_are_understood(command: list[str]) -> None:
 # --- Kubernetes ----------------------------------------------------------------------------------
 
 
+def require_valid(manifest: Manifest) -> None:
+    """Valid by the schema of its kind, if it is one of Kubernetes and not of KEDA."""
+    if not manifest["apiVersion"].startswith("keda.sh/"):
+        validate(manifest, "1.31", strict=True)
+
+
 def test_every_manifest_is_applied_and_valid() -> None:
     there = {path for path in KUBERNETES.rglob("*.yaml") if path.stem != "kustomization"}
     assert set(applied(EXAMPLE)) == there
     assert all(path.parent.name == "base" for path in applied(KUBERNETES / "base"))
     for one in ALL:
-        if not one["apiVersion"].startswith("keda.sh/"):  # KEDA brings the schemas of its own
-            validate(one, "1.31", strict=True)
+        require_valid(one)
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
@@ -113,6 +118,8 @@ def test_the_example_is_rendered_with_its_patches() -> None:
     told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     rendered = {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(told)}
     assert rendered.keys() == {(one["kind"], one["metadata"]["name"]) for one in ALL}
+    for one in rendered.values():
+        require_valid(one)
     assert "replicas" not in rendered["Deployment", "workers"]["spec"]  # KEDA decides
     assert rendered["Deployment", "server"]["spec"]["replicas"] == 2
     (rule,) = rendered["Ingress", "stagewright"]["spec"]["rules"]

@@ -397,7 +397,7 @@ def test_jobs_are_deleted_so_long_after_their_ends(
             assert time.monotonic() < ends
             time.sleep(0.01)
     finally:
-        keeper.stopping.set()
+        keeper.stop()
         thread.join()
     assert store.events(old) == []
     assert store.get(running) is not None
