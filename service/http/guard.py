@@ -5,7 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, TypeGuard
 
 from fastapi import Depends, HTTPException, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
@@ -81,6 +81,7 @@ class Service:
         if not self.needs_token():
             return LOCAL
         site = f"address {site_of(request)}"
+        request.state.token = id_of(token) if _is_own(token) else None
         try:
             if len(request.headers.getlist("authorization")) > 1:
                 raise unknown("there are several Authorization headers")
@@ -111,7 +112,7 @@ class Service:
         return found
 
 
-def _is_own(token: str | None) -> bool:
+def _is_own(token: str | None) -> TypeGuard[str]:
     return token is not None and token.startswith(PREFIX)
 
 

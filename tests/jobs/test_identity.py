@@ -454,12 +454,12 @@ def test_the_audit_log_says_who_did_what(store: ServiceStore, log: Path) -> None
         send(target, root)
     assert [(one["user"], one["owners"]) for one in lines()] == [("root", "ann")] * 3
     send("/v1/jobshop", bob, TWO_JOBS)
-    send("/v1/jobs", ())
+    send("/v1/jobs", [bearer("sw_unknown")])
     send("/v1/jobs?all_users=true", ann)
     send("/v1/jobs", [*ann, (SITE, "cross-site")])
     found = [(one["event"], one["user"], one["token"], one["code"]) for one in lines()]
     assert found == [
-        ("refused", "bob", id_of(token), 403), ("refused", None, None, 401),
+        ("refused", "bob", id_of(token), 403), ("refused", None, id_of("sw_unknown"), 401),
         ("refused", "ann", None, 403), ("refused", None, None, 403),
     ]  # fmt: skip
     send(f"/v1/jobs/{job}/abort", root, "")
