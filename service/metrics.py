@@ -94,7 +94,8 @@ class Lines(logging.Formatter):
 
 def _word(value: object) -> str:
     text = str(value)
-    return json.dumps(text) if not text or set(text) & set(' "=\n\r') else text
+    is_plain = text and text.isprintable() and not set(text) & set(' "=')
+    return text if is_plain else json.dumps(text)
 
 
 def log(as_json: bool) -> None:

@@ -127,7 +127,7 @@ def _refusal(request: Request) -> str | None:
     request needs: it may be another site's.
     """
     service, headers = request.app.state.service, request.headers
-    if has_token(request.url.query):
+    if has_token(request.scope["query_string"].decode("latin-1")):
         return "a token is in the URL, which logs keep: revoke it, and send another as a header"
     site, host = headers.get("sec-fetch-site"), headers.get("host", "")
     if site in ("cross-site", "same-site") and not _opens_page(request):

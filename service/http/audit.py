@@ -59,7 +59,7 @@ def audit_request(scope: Scope, code: int, headers: Mapping[str, str]) -> None:
         told["made"] = made.rpartition("/")[2]
     note(
         WHAT, event="refused" if code in _REFUSED else operation,
-        user=caller and caller.user, token=caller and caller.token,
+        user=caller and caller.user, token=scope["state"].get("token"),
         address=(scope["client"] or ("",))[0], method=scope["method"],
         path=without_tokens(path), code=code, **told,
     )  # fmt: skip

@@ -5,12 +5,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, TypeGuard
 
 from fastapi import Depends, HTTPException, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
-from stagewright.service.http.identity import LOCAL, Proxies, site_of
+from stagewright.service.http.identity import LOCAL, Proxies, site_of, unknown
 from stagewright.service.http.limits import RequestLimits, RequestRate, TooManyError
 from stagewright.service.http.tokens import PREFIX, Caller, Scope, Tokens, id_of
 from stagewright.service.http.webhooks import Webhooks
@@ -89,9 +89,10 @@ class Service:
         if not self.needs_token():
             return LOCAL
         site = f"address {site_of(request)}"
+        request.state.token = id_of(token) if _is_own(token) else None
         try:
             if len(request.headers.getlist("authorization")) > 1:
-                raise HTTPException(401, "there are several Authorization headers")
+                raise unknown("there are several Authorization headers")
             # Who sends a token of the service means it; a proxy names everybody.
             named = None if _is_own(token) else self.proxies.caller(request)
         except HTTPException:
@@ -109,19 +110,17 @@ class Service:
             counted = False
         found = None if token is None else self.tokens.caller(token)
         if found is None:
-            raise HTTPException(
-                401,
+            raise unknown(
                 "a token is needed: Authorization: Bearer TOKEN"
                 if token is None
-                else "this token is unknown, has expired, or was revoked",
-                {"WWW-Authenticate": "Bearer"},
+                else "this token is unknown, has expired, or was revoked"
             )
         if counted and self.rate is not None:
             self.rate.give_back(site)
         return found
 
 
-def _is_own(token: str | None) -> bool:
+def _is_own(token: str | None) -> TypeGuard[str]:
     return token is not None and token.startswith(PREFIX)
 
 

@@ -96,8 +96,13 @@ class Proxies:
                 raise InputError("that name is of those who use a service without tokens")
         except (InputError, UnicodeDecodeError) as error:
             told = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error
-            raise HTTPException(401, f"{self.identity_header}: {told}") from None
+            raise unknown(f"{self.identity_header}: {told}") from None
         return Caller(user, Scope.ADMIN if user in self.admins else Scope.SUBMIT)
+
+
+def unknown(detail: str) -> HTTPException:
+    """What a request is answered that is nobody's who is known."""
+    return HTTPException(401, detail, {"WWW-Authenticate": "Bearer"})
 
 
 _OWN_PLACES = tuple(f"{one}/" for one in _OWN)

@@ -164,14 +164,14 @@ def require_user(name: str) -> None:
         raise InputError(f"the name of the user {wrong}")
 
 
-def has_token(text: str) -> bool:
-    """Whether a part of a URL has a token in it."""
-    return without_tokens(text) != unquote(text)
+def has_token(query: str) -> bool:
+    """Whether there is a token in the query of a URL."""
+    return _TOKEN.search(unquote(query)) is not None
 
 
 def without_tokens(text: str) -> str:
-    """The text of a part of a URL, with the tokens in it left out."""
-    return _TOKEN.sub(f"{PREFIX}...", unquote(text))
+    """The text, with the tokens in it left out."""
+    return _TOKEN.sub(f"{PREFIX}...", text)
 
 
 def id_of(token: str) -> str:

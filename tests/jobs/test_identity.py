@@ -4,13 +4,13 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from asking import OTHER, Answer, Pairs, ask, asked, scope_of
 from browser import browsing
 from commands import answered, refused
 from pages import CHROMIUM
@@ -29,69 +29,12 @@ from stagewright.service.http.audit import audited
 from stagewright.service.http.guard import Service
 from stagewright.service.http.identity import Proxies, networks
 from stagewright.service.http.limits import RequestRate
-from stagewright.service.http.tokens import Caller, Scope, Tokens, id_of
+from stagewright.service.http.tokens import Scope, Tokens, id_of
 from stagewright.service.jobs.store import ServiceStore
 
 NAME = "X-Forwarded-User"
 BEHIND = Proxies(networks(["10.0.0.2", "fd00::/16"]), NAME, frozenset({"root"}))
-PROXY, OTHER = "10.0.0.2", "192.0.2.7"
-Pairs = Iterable[tuple[str, str | bytes]]
-
-
-@dataclass
-class Answer:
-    """What an application answers to one request, and what it has found out about it."""
-
-    status: int
-    headers: dict[str, str]
-    body: bytes
-    scope: dict[str, Any]
-
-    @property
-    def caller(self) -> Caller | None:
-        found: Caller | None = self.scope["state"].get("caller")
-        return found
-
-
-async def _asked(app: Any, scope: dict[str, Any], body: bytes = b"") -> Answer:
-    sent: list[Any] = []
-    unread = [{"type": "http.request", "body": body}]
-
-    async def receive() -> Any:
-        if not unread:
-            await asyncio.sleep(1000)
-        return unread.pop()
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    await app(scope, receive, send)
-    headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-    whole = b"".join(one.get("body", b"") for one in sent)
-    return Answer(sent[0]["status"], headers, whole, scope)
-
-
-def _scope(target: str, given: Pairs, peer: str | None, method: str = "GET") -> dict[str, Any]:
-    path, _, query = target.partition("?")
-    host = [] if any(name == "Host" for name, _ in given) else [("Host", "planner.example")]
-    headers = [
-        (name.lower().encode(), one if isinstance(one, bytes) else one.encode())
-        for name, one in [*host, *given]
-    ]
-    return {
-        "type": "http", "http_version": "1.1", "method": method, "path": path,
-        "raw_path": path.encode(), "query_string": query.encode(), "headers": headers,
-        "scheme": "http", "server": ("127.0.0.1", 8754),
-        "client": None if peer is None else (peer, 1),
-    }  # fmt: skip
-
-
-def ask(
-    app: Any, target: str, given: Pairs = (), *, peer: str | None = OTHER, body: str | None = None
-) -> Answer:
-    """Send one request from a peer, with these headers as they are; a POST if there is a body."""
-    scope = _scope(target, given, peer, "GET" if body is None else "POST")
-    return asyncio.run(_asked(app, scope, (body or "").encode()))
+PROXY = "10.0.0.2"
 
 
 def bearer(token: str) -> tuple[str, str]:
@@ -174,10 +117,11 @@ def test_who_is_who(
             expected = holder
             if holder is None and trusted and named:
                 expected = named, Scope.ADMIN if named == "root" else Scope.SUBMIT
-            found = await _asked(app, _scope("/v1/jobs", [*header, *credentials], peer))
+            found = await asked(app, scope_of("/v1/jobs", [*header, *credentials], peer))
             who = found.caller and (found.caller.user, found.caller.scope)
             case = peer, header, credentials, found
             assert (found.status, who) == ((200, expected) if expected else (401, None)), case
+            assert ("www-authenticate" in found.headers) == (found.status == 401)
 
     asyncio.run(ask_all())
 
@@ -375,6 +319,8 @@ def test_tokens_are_listed_used_and_revoked_one_by_one(
     first = answered("token", "ann", "--expires", "90d").strip()
     second = json.loads(answered("token", "ann", "--scope", "read", "--json"))
     store = ServiceStore("sqlite:///stagewright-jobs.sqlite")
+    with store.engine.connect() as database:
+        assert first not in str(database.exec_driver_sql("SELECT * FROM tokens").all())
     assert ask(create_app(Service(store)), "/v1/jobs", [bearer(first)]).status == 200
     listed = json.loads(answered("token", "--list", "--json"))["tokens"]
     assert [one["id"] for one in listed] == [id_of(first), second["id"]]
@@ -448,7 +394,7 @@ def test_a_stream_ends_with_its_token(
         return await told
 
     async def stream() -> Answer:
-        return await _asked(app, _scope(f"/v1/jobs/{job.id}/events", given, "127.0.0.1"))
+        return await asked(app, scope_of(f"/v1/jobs/{job.id}/events", given, "127.0.0.1"))
 
     found = asyncio.run(run())
     assert found.status == 200
@@ -508,12 +454,12 @@ def test_the_audit_log_says_who_did_what(store: ServiceStore, log: Path) -> None
         send(target, root)
     assert [(one["user"], one["owners"]) for one in lines()] == [("root", "ann")] * 3
     send("/v1/jobshop", bob, TWO_JOBS)
-    send("/v1/jobs", ())
+    send("/v1/jobs", [bearer("sw_unknown")])
     send("/v1/jobs?all_users=true", ann)
     send("/v1/jobs", [*ann, (SITE, "cross-site")])
     found = [(one["event"], one["user"], one["token"], one["code"]) for one in lines()]
     assert found == [
-        ("refused", "bob", id_of(token), 403), ("refused", None, None, 401),
+        ("refused", "bob", id_of(token), 403), ("refused", None, id_of("sw_unknown"), 401),
         ("refused", "ann", None, 403), ("refused", None, None, 403),
     ]  # fmt: skip
     send(f"/v1/jobs/{job}/abort", root, "")

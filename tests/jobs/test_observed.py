@@ -183,11 +183,12 @@ def test_requests_and_events_of_jobs_are_logged_with_their_ids(
     try:
         job = client.post("/v1/jobshop", content=TWO_JOBS).json()["id"]
         client.get('/no "route"')
+        client.get("/%1b[2J")
     finally:
         metrics.LOG.removeHandler(handler)
     lines = written.getvalue().splitlines()
     if as_json:
-        queued, audited, posted, missing = map(json.loads, lines)
+        queued, audited, posted, missing, _ = map(json.loads, lines)
         assert (audited["what"], audited["event"], audited["made"]) == ("audit", "submit", job)
         assert (queued["what"], queued["job"], queued["event"]) == ("job", job, "queued")
         assert (posted["method"], posted["path"], posted["code"]) == ("POST", "/v1/jobshop", 202)
@@ -196,6 +197,7 @@ def test_requests_and_events_of_jobs_are_logged_with_their_ids(
         assert lines[0].endswith(f" info job job={job} event=queued")
         assert "method=POST path=/v1/jobshop code=202" in lines[2]
         assert r'path="/no \"route\"" code=404' in lines[3]
+        assert r'path="/\u001b[2J"' in lines[4]
 
 
 # --- The overview ---------------------------------------------------------------------------------
