@@ -26,7 +26,10 @@ from stagewright.executor.measuring.whole_models import mean_of_ranks
 from stagewright.executor.training.runtime import Executor
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.formulations.schedules.published.kinds import ScheduleChoice
+from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.models.chain import Chain
+from stagewright.solvers.planners.steps.proposal import Choices
 
 MICROBATCHES, SAMPLES = 8, 2
 WARM_UP = 3
@@ -34,6 +37,7 @@ BLOCKS, HEADS, SEQUENCE, VOCABULARY = 8, 4, 64, 256
 PIXELS, CLASSES = 64, 10
 
 Batch = tuple[Tensor, Tensor]
+Given = tuple[Tensor | dict[str, Tensor], Tensor | tuple[()]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,29 +162,35 @@ def forecast(rank: int, case: Forecast, turns: int, steps: int) -> list[Outcome]
 
 def _turns(work: Workload, planner: str, turns: int, steps: int) -> Iterator[Outcome]:
     for _ in range(turns):
-        plan = _planned(work, planner)
+        cluster = describe(measure_links(CPU), CPU)
+        dist.barrier()
+        plan = planned(mean_of_ranks(profiled(work)), cluster, planner)
         executor = Executor(plan, work.layers(), work.loss, SGD, trace=True)
-        batch = work.batch(MICROBATCHES)
-        waits = [_waits_of(executor, batch) for _ in range(WARM_UP + 2 * steps)][WARM_UP:]
-        trace = executor.trace_on_first_rank()
-        if trace is None:
-            continue
-        calm = sorted(range(len(waits)), key=waits.__getitem__)[:steps]
-        kept = [trace.steps[0], *(trace.steps[WARM_UP + i] for i in sorted(calm))]
-        counted = replace(trace, steps=tuple(kept))
-        compared, run = compare(plan, counted), measured_steps(plan, counted)
-        waited = median(waits[i] for i in calm) / compared.iteration_seconds.measured
-        yield Outcome(cuts_of(plan), compared, waited, undisturbed_seconds(run))
+        yield from outcomes(plan, executor, work.batch(MICROBATCHES), steps)
 
 
-def _planned(work: Workload, planner: str) -> PipelinePlan:
-    """The plan of what all ranks measure at once."""
-    cluster = describe(measure_links(CPU), CPU)
-    dist.barrier()
-    chain = mean_of_ranks(profiled(work))
+def outcomes(
+    plan: PipelinePlan, executor: Executor, batch: Batch | Given, steps: int
+) -> Iterator[Outcome]:
+    """The calmest steps of a run beside their prediction; on rank 0."""
+    waits = [_waits_of(executor, batch) for _ in range(WARM_UP + 2 * steps)][WARM_UP:]
+    trace = executor.trace_on_first_rank()
+    if trace is None:
+        return
+    calm = sorted(range(len(waits)), key=waits.__getitem__)[:steps]
+    kept = [trace.steps[0], *(trace.steps[WARM_UP + i] for i in sorted(calm))]
+    counted = replace(trace, steps=tuple(kept))
+    compared, run = compare(plan, counted), measured_steps(plan, counted)
+    waited = median(waits[i] for i in calm) / compared.iteration_seconds.measured
+    yield Outcome(cuts_of(plan), compared, waited, undisturbed_seconds(run))
+
+
+def planned(chain: Chain, cluster: Cluster, planner: str, order: str | None = None) -> PipelinePlan:
+    """The plan of what all ranks have measured at once."""
     plans: list[PipelinePlan | None] = [None]
     if dist.get_rank() == 0:
-        plans = [stagewright.plan(chain, cluster, MICROBATCHES, planner).plan]
+        choices = None if order is None else Choices(order=ScheduleChoice(order))
+        plans = [stagewright.plan(chain, cluster, MICROBATCHES, planner, choices=choices).plan]
     dist.broadcast_object_list(plans)
     (plan,) = plans
     assert plan is not None
@@ -199,7 +209,7 @@ def profiled(work: Workload) -> Chain:
     )
 
 
-def _waits_of(executor: Executor, batch: Batch) -> float:
+def _waits_of(executor: Executor, batch: Batch | Given) -> float:
     """Carry out a step; the seconds that the rank which waited longest for a core did so."""
     before = _waited_seconds()
     executor.step(*batch)
