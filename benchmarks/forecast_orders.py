@@ -3,12 +3,15 @@
 Three of the models are of ``transformers``, which must be installed for them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from statistics import median
+from time import perf_counter
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from rich.progress import track
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.forecasts import (
     CLASSES,
@@ -18,12 +21,10 @@ from benchmarks.forecasts import (
     SAMPLES,
     SEQUENCE,
     VOCABULARY,
-    Batch,
-    Given,
-    Outcome,
+    WARM_UP,
     images,
-    outcomes,
     planned,
+    waited_seconds,
 )
 from benchmarks.ranks import CPU, SGD, on_ranks
 from benchmarks.report import Table, percent
@@ -31,6 +32,8 @@ from stagewright.executor.measuring.links import MeasuringMachine, describe, mea
 from stagewright.executor.measuring.whole_models import Profiled, mean_of_ranks
 from stagewright.executor.training.losses import loss_of_run
 from stagewright.executor.training.runtime import Executor
+
+Given = tuple[Tensor | dict[str, Tensor], Tensor | tuple[()]]
 
 ORDERS = ("1f1b", "zb-h1", "zbv", "interleaved")
 WIDTH, DEPTH = 128, 8
@@ -94,7 +97,7 @@ def labelled_images() -> Given:
     return {"pixel_values": shown, "labels": classes % 2}, ()  # of two, transformers' default
 
 
-def vectors() -> Batch:
+def vectors() -> Given:
     """64 samples of noise for each microbatch, and their classes."""
     random = torch.Generator().manual_seed(0)
     count = 64 * MICROBATCHES
@@ -112,61 +115,80 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Given]]] = {
 }
 
 
+class Outcome(NamedTuple):
+    """Seconds of an iteration, and for how long of the measured ones a rank had no core."""
+
+    predicted: float
+    measured: float
+    waited: float
+
+
 def forecast_orders(rank: int, name: str, turns: int, steps: int) -> list[list[Outcome]]:
-    """Every order of a model, profiled once in each turn; the outcomes on rank 0."""
+    """Every order of a model, profiled once in each turn."""
     del rank
     make, batch_of = MODELS[name]
-    inputs, targets = batch_of()
+    batch = inputs, _ = batch_of()
     loss, takes_loss = loss_of_run(None, inputs)
     size = len(next(iter(inputs.values())) if isinstance(inputs, dict) else inputs) // MICROBATCHES
+    profile = Profiled(
+        make=make, name=name, batch=batch, sizes=(size,), loss=loss, takes_loss=takes_loss,
+        optimizer=SGD, clips=False, rounds=9, machine=MeasuringMachine(CPU), dtype=torch.float32,
+        autocast=None, is_checked=False,
+    )  # fmt: skip
     found = []
     for _ in range(turns):
         cluster = describe(measure_links(CPU), CPU)
         dist.barrier()
-        profile = Profiled(
-            make=make, name=name, batch=(inputs, targets), sizes=(size,), loss=loss,
-            takes_loss=takes_loss, optimizer=SGD, clips=False, rounds=9,
-            machine=MeasuringMachine(CPU), dtype=torch.float32, autocast=None, is_checked=False,
-        )  # fmt: skip
         chain = mean_of_ranks(profile.measure())
-        turn = list[Outcome]()
+        turn = []
         for order in ORDERS:
             plan = planned(chain, cluster, "order", order)
-            executor = Executor(
-                plan, make, None if takes_loss else loss, SGD, example=inputs, trace=True
-            )
-            turn += outcomes(plan, executor, (inputs, targets), steps)
+            executor = Executor(plan, make, None if takes_loss else loss, SGD, example=inputs)
+            taken = [_step(executor, batch) for _ in range(WARM_UP + 2 * steps)][WARM_UP:]
+            calm = sorted(taken)[:steps]
+            assert plan.predicted is not None
+            waited, seconds = (median(values) for values in zip(*calm, strict=True))
+            turn.append(Outcome(plan.predicted.iteration_seconds, seconds, waited))
         found.append(turn)
     return found
 
 
+def _step(executor: Executor, batch: Given) -> tuple[float, float]:
+    """Seconds without a core, and of a step, on the rank that had most of them."""
+    dist.barrier()
+    before, began = waited_seconds(), perf_counter()
+    executor.step(*batch)
+    found = torch.tensor([waited_seconds() - before, perf_counter() - began])
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found[0]), float(found[1])
+
+
 def orders_table(quick: bool) -> Table:
     """The orders in the calmest of several turns of each model."""
-    turns, steps = (1, 3) if quick else (3, 10)
-    rows = []
+    turns, steps = (1, 3) if quick else (2, 15)
+    rows: list[tuple[object, ...]] = []
     for name in track(list(MODELS)[-1:] if quick else MODELS, "orders beside their predictions"):
         every: list[list[Outcome]] = on_ranks(2, forecast_orders, name, turns, steps)[0]
-        calm = min(every, key=lambda turn: max(one.waited for one in turn))
-        both = [one.comparison.iteration_seconds for one in calm]
-        for order, one, seconds in zip(ORDERS, calm, both, strict=True):
-            places = (
-                1 + sum(other.predicted < seconds.predicted for other in both),
-                1 + sum(other.measured < seconds.measured for other in both),
-            )
-            rows.append(
-                (
-                    *(name, order, 1e3 * seconds.predicted, 1e3 * seconds.measured, one.ratio),
-                    *("{} / {}".format(*places), percent(one.waited), one.calm_ratio, one.cause),
-                )
-            )
+        rows += rows_of(name, every)
     columns = (
         *("model", "order", "predicted, ms", "measured, ms", "measured / predicted"),
-        *("place, predicted / measured", "waited for a core", "undisturbed / predicted"),
-        "largest cause but waits",
+        *("place, predicted / measured", "waited for a core"),
     )
     title = (
         f"Orders beside their predictions: models of {DEPTH} blocks of width {WIDTH} and an MLP, "
-        f"two ranks, {MICROBATCHES} microbatches; median of {steps} steps in the calmest of "
-        f"{turns} turns; target: 0.85 to 1.15, and the places of the orders"
+        f"two ranks, {MICROBATCHES} microbatches; median of {steps} of {2 * steps} steps in the "
+        f"calmest of {turns} turns; target: 0.85 to 1.15, and the places of the orders"
     )
     return Table("executor-orders", title, columns, tuple(rows))
+
+
+def rows_of(name: str, every: list[list[Outcome]]) -> Iterator[tuple[object, ...]]:
+    """The rows of a model: those of the turn in which ranks waited least for a core."""
+    calm = min(every, key=lambda turn: sum(one.waited / one.measured for one in turn))
+    for order, one in zip(ORDERS, calm, strict=True):
+        predicted = 1 + sum(other.predicted < one.predicted for other in calm)
+        measured = 1 + sum(other.measured < one.measured for other in calm)
+        yield (
+            *(name, order, 1e3 * one.predicted, 1e3 * one.measured, one.measured / one.predicted),
+            *(f"{predicted} / {measured}", percent(one.waited / one.measured)),
+        )

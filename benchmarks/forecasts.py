@@ -37,7 +37,6 @@ BLOCKS, HEADS, SEQUENCE, VOCABULARY = 8, 4, 64, 256
 PIXELS, CLASSES = 64, 10
 
 Batch = tuple[Tensor, Tensor]
-Given = tuple[Tensor | dict[str, Tensor], Tensor | tuple[()]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,23 +165,17 @@ def _turns(work: Workload, planner: str, turns: int, steps: int) -> Iterator[Out
         dist.barrier()
         plan = planned(mean_of_ranks(profiled(work)), cluster, planner)
         executor = Executor(plan, work.layers(), work.loss, SGD, trace=True)
-        yield from outcomes(plan, executor, work.batch(MICROBATCHES), steps)
-
-
-def outcomes(
-    plan: PipelinePlan, executor: Executor, batch: Batch | Given, steps: int
-) -> Iterator[Outcome]:
-    """The calmest steps of a run beside their prediction; on rank 0."""
-    waits = [_waits_of(executor, batch) for _ in range(WARM_UP + 2 * steps)][WARM_UP:]
-    trace = executor.trace_on_first_rank()
-    if trace is None:
-        return
-    calm = sorted(range(len(waits)), key=waits.__getitem__)[:steps]
-    kept = [trace.steps[0], *(trace.steps[WARM_UP + i] for i in sorted(calm))]
-    counted = replace(trace, steps=tuple(kept))
-    compared, run = compare(plan, counted), measured_steps(plan, counted)
-    waited = median(waits[i] for i in calm) / compared.iteration_seconds.measured
-    yield Outcome(cuts_of(plan), compared, waited, undisturbed_seconds(run))
+        batch = work.batch(MICROBATCHES)
+        waits = [_waits_of(executor, batch) for _ in range(WARM_UP + 2 * steps)][WARM_UP:]
+        trace = executor.trace_on_first_rank()
+        if trace is None:
+            continue
+        calm = sorted(range(len(waits)), key=waits.__getitem__)[:steps]
+        kept = [trace.steps[0], *(trace.steps[WARM_UP + i] for i in sorted(calm))]
+        counted = replace(trace, steps=tuple(kept))
+        compared, run = compare(plan, counted), measured_steps(plan, counted)
+        waited = median(waits[i] for i in calm) / compared.iteration_seconds.measured
+        yield Outcome(cuts_of(plan), compared, waited, undisturbed_seconds(run))
 
 
 def planned(chain: Chain, cluster: Cluster, planner: str, order: str | None = None) -> PipelinePlan:
@@ -209,16 +202,16 @@ def profiled(work: Workload) -> Chain:
     )
 
 
-def _waits_of(executor: Executor, batch: Batch | Given) -> float:
+def _waits_of(executor: Executor, batch: Batch) -> float:
     """Carry out a step; the seconds that the rank which waited longest for a core did so."""
-    before = _waited_seconds()
+    before = waited_seconds()
     executor.step(*batch)
-    longest = torch.tensor(_waited_seconds() - before)
+    longest = torch.tensor(waited_seconds() - before)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     return float(longest)
 
 
-def _waited_seconds() -> float:
+def waited_seconds() -> float:
     """How long this process's threads have been ready to run without a core; 0 but on Linux."""
     threads = Path("/proc/self/task").glob("*/schedstat")
     return 1e-9 * sum(int(one.read_text().split()[1]) for one in threads)
