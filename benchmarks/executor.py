@@ -21,6 +21,7 @@ from rich.progress import track
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from benchmarks.forecast_orders import orders_table
 from benchmarks.forecasts import (
     BLOCKS,
     MICROBATCHES,
@@ -428,7 +429,8 @@ def race_table(quick: bool) -> Table:
 
 
 def tables(quick: bool) -> Iterator[Table]:
-    """The overhead, torch beside us, and the prediction beside the run, each when it is done."""
+    """The overhead, torch beside us, and predictions beside runs, each when it is done."""
     yield overhead_table(quick)
     yield race_table(quick)
     yield forecast_table(quick)
+    yield orders_table(quick)

@@ -26,7 +26,10 @@ from stagewright.executor.measuring.whole_models import mean_of_ranks
 from stagewright.executor.training.runtime import Executor
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.formulations.schedules.published.kinds import ScheduleChoice
+from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.models.chain import Chain
+from stagewright.solvers.planners.steps.proposal import Choices
 
 MICROBATCHES, SAMPLES = 8, 2
 WARM_UP = 3
@@ -158,7 +161,9 @@ def forecast(rank: int, case: Forecast, turns: int, steps: int) -> list[Outcome]
 
 def _turns(work: Workload, planner: str, turns: int, steps: int) -> Iterator[Outcome]:
     for _ in range(turns):
-        plan = _planned(work, planner)
+        cluster = describe(measure_links(CPU), CPU)
+        dist.barrier()
+        plan = planned(mean_of_ranks(profiled(work)), cluster, planner)
         executor = Executor(plan, work.layers(), work.loss, SGD, trace=True)
         batch = work.batch(MICROBATCHES)
         waits = [_waits_of(executor, batch) for _ in range(WARM_UP + 2 * steps)][WARM_UP:]
@@ -173,14 +178,12 @@ def _turns(work: Workload, planner: str, turns: int, steps: int) -> Iterator[Out
         yield Outcome(cuts_of(plan), compared, waited, undisturbed_seconds(run))
 
 
-def _planned(work: Workload, planner: str) -> PipelinePlan:
-    """The plan of what all ranks measure at once."""
-    cluster = describe(measure_links(CPU), CPU)
-    dist.barrier()
-    chain = mean_of_ranks(profiled(work))
+def planned(chain: Chain, cluster: Cluster, planner: str, order: str | None = None) -> PipelinePlan:
+    """The plan of what all ranks have measured at once."""
     plans: list[PipelinePlan | None] = [None]
     if dist.get_rank() == 0:
-        plans = [stagewright.plan(chain, cluster, MICROBATCHES, planner).plan]
+        choices = None if order is None else Choices(order=ScheduleChoice(order))
+        plans = [stagewright.plan(chain, cluster, MICROBATCHES, planner, choices=choices).plan]
     dist.broadcast_object_list(plans)
     (plan,) = plans
     assert plan is not None
@@ -201,14 +204,14 @@ def profiled(work: Workload) -> Chain:
 
 def _waits_of(executor: Executor, batch: Batch) -> float:
     """Carry out a step; the seconds that the rank which waited longest for a core did so."""
-    before = _waited_seconds()
+    before = waited_seconds()
     executor.step(*batch)
-    longest = torch.tensor(_waited_seconds() - before)
+    longest = torch.tensor(waited_seconds() - before)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     return float(longest)
 
 
-def _waited_seconds() -> float:
+def waited_seconds() -> float:
     """How long this process's threads have been ready to run without a core; 0 but on Linux."""
     threads = Path("/proc/self/task").glob("*/schedstat")
     return 1e-9 * sum(int(one.read_text().split()[1]) for one in threads)

@@ -43,12 +43,7 @@ def rate(model: str, scale: int, kind: str, bytes_per_second: float) -> float:
     """Iterations per second of data-parallel training on ``scale`` accelerators."""
     chain = analytic_model(model, MODELS[model], [kind], tied_copies=False)  # all in one stage
     costs = [layer.costs[0] for layer in chain.layers]
-    seconds = sum(
-        cost.forward_seconds
-        + (cost.input_gradient_seconds or 0)
-        + (cost.weight_gradient_seconds or 0)
-        for cost in costs
-    )
+    seconds = sum(cost.forward_seconds + cost.total_backward_seconds for cost in costs)
     gradients = sum(layer.parameter_bytes for layer in chain.layers)
     return 1 / (seconds / USED + 2 * ring_seconds(scale, gradients, bytes_per_second))
 

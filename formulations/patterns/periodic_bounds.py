@@ -78,7 +78,7 @@ def least_pause(problem: PipelineProblem, size: int) -> float:
 def fastest_work(problem: PipelineProblem, size: int) -> Floats:
     """Seconds of forward and backward per layer on ``size`` devices of its best kind, (L,)."""
     rows = [
-        problem.costs(kind, size).forward_seconds + problem.least_backward(kind, size)
+        problem.costs(kind, size).forward_seconds + problem.least_backward(kind, size)[1]
         for kind in problem.kinds
     ]
     return np.asarray(np.min(rows, axis=0))

@@ -178,26 +178,18 @@ class PipelineProblem:
             [all(cost.has_parts for cost in layer.costs_at(1)) for layer in self.chain.layers]
         )
 
-    def least_backward(self, kind: str, replicas: int) -> Floats:
-        """Seconds of every layer's backward, whole or in parts, whichever is less, shape (L,)."""
-        whole, parts = self.costs(kind, replicas), self.gradient_costs(kind, replicas)
-        both = parts.forward_seconds + parts.backward_seconds
-        return np.minimum(
-            whole.backward_seconds,
-            both,
-            out=whole.backward_seconds.copy(),
-            where=self.splits_per_layer,
-        )
+    def least_backward(self, kind: str, replicas: int) -> tuple[Floats, Floats]:
+        """Seconds until the input's gradient can be sent, and of all of the backward, (L,) each.
 
-    def least_gradient(self, kind: str, replicas: int) -> Floats:
-        """Seconds until the gradient of every layer's input can be sent, as `least_backward`."""
-        whole, parts = self.costs(kind, replicas), self.gradient_costs(kind, replicas)
-        return np.minimum(
-            whole.backward_seconds,
-            parts.forward_seconds,
-            out=whole.backward_seconds.copy(),
-            where=self.splits_per_layer,
+        Of a whole backward or of one in parts, whichever takes less.
+        """
+        whole = self.costs(kind, replicas).backward_seconds
+        parts = self.gradient_costs(kind, replicas)
+        split = parts.forward_seconds, parts.forward_seconds + parts.backward_seconds
+        gradient, every = (
+            np.where(self.splits_per_layer, np.minimum(whole, one), whole) for one in split
         )
+        return gradient, every
 
     @cached_property
     def knows_shares(self) -> bool:

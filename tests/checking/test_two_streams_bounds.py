@@ -132,6 +132,16 @@ def test_a_bound_on_one_stream_is_not_one_on_two() -> None:
         certify(problem, plan, [replace(above, plans=EVERY_PLAN)], ())
 
 
+def test_a_whole_backward_may_take_less_than_its_parts() -> None:
+    problem = device_problem([(1.0, 2.0, 2.0)], [(1.0, 1.0, 0.1)])
+    (layer,) = problem.chain.layers
+    assert two_streams_bound(problem) == pytest.approx(5)  # I, then F with W alone
+    cost = replace(layer.costs[0], backward_seconds=1.0)
+    layers = (replace(layer, costs=(cost,)),)
+    problem = replace(problem, chain=replace(problem.chain, layers=layers))
+    assert two_streams_bound(problem) == pytest.approx(2)  # B, then F
+
+
 @pytest.mark.parametrize(
     ("bound", "reason"),
     [

@@ -282,10 +282,10 @@ def test_no_bound_exceeds_the_optimum_of_looped_stages(data):
 # Known values.
 
 
-def uniform(layers, microbatches, parts=None, output=0.0):
-    backward = {"backward_seconds": 2.0}
+def uniform(layers, microbatches, parts=None, output=0.0, whole=None):
+    backward = {"backward_seconds": 2.0 if parts is None else whole}
     if parts is not None:
-        backward = {"input_gradient_seconds": parts[0], "weight_gradient_seconds": parts[1]}
+        backward |= {"input_gradient_seconds": parts[0], "weight_gradient_seconds": parts[1]}
     cost = LayerCost(1, 1.0, MB, output, **backward)
     chain = Chain("equal", "test", 1, tuple(Layer(f"l{i}", 0.0, (cost,)) for i in range(layers)))
     return PipelineProblem(chain, uniform_servers(1, 2, Link(MB)), microbatches)
@@ -310,6 +310,12 @@ def test_weight_gradients_end_after_what_comes_back():
     assert (every.plans, whole.plans) == (EVERY_FINITE, WHOLE_FINITE)
     assert every.seconds == pytest.approx(5)
     assert whole.seconds == pytest.approx(6)
+
+
+def test_parts_that_take_longer_bound_no_whole_backwards():
+    problem = uniform(2, 1, parts=(3.0, 1.0), whole=2.0)
+    every, whole = device_bounds(problem, looped(2), WHOLE_FINITE, 6.0, 1.0)
+    assert every.seconds == whole.seconds == pytest.approx(6)
 
 
 def test_devices_in_turns_run_half_of_the_microbatches():

@@ -29,7 +29,7 @@ from stagewright.formulations.checking.check import check, predict
 from stagewright.formulations.forms.answers import Limits, Status, silent
 from stagewright.formulations.pipelines.grouped_stages import scheduling_of
 from stagewright.formulations.pipelines.windows import order_of_times
-from stagewright.formulations.plans.actions import WEIGHT_RULES, parse_action
+from stagewright.formulations.plans.actions import WEIGHT_RULES, B, F, I, W, parse_action
 from stagewright.formulations.plans.assembly import assemble, assemble_pattern
 from stagewright.formulations.plans.memory import stage_static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -51,7 +51,7 @@ from stagewright.formulations.schedules.published.kinds import (
 )
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import save_cluster
-from stagewright.graphs.models.chain import save_model
+from stagewright.graphs.models.chain import LayerCost, save_model
 from stagewright.solvers.pipelines.scheduling import solve_schedule
 from stagewright.solvers.planners.order import in_order, plan_order
 from stagewright.solvers.planners.steps.proposal import (
@@ -472,6 +472,30 @@ def test_placements(choice, placed):
     found = planned(problem(4), choice)
     assert [stage.devices for stage in found.stages] == [(f"g{v}",) for v in placed]
     assert check(problem(4), found) == ()
+
+
+@examples(10)
+@given(
+    st.tuples(*[st.integers(1, 6)] * 4), st.sampled_from(("1f1b", "zb-h1", "zbv", "interleaved"))
+)
+def test_orders_pay_for_their_own_kind_of_backwards(times, kind):
+    """Whatever the parts take beside the whole; `plan` holds the cost above all bounds."""
+    forward, whole, *parts = (1e-3 * one for one in times)
+    known = problem(2)
+    cost = LayerCost(4, forward, 1e6, 0.0, whole, *parts)
+    layers = tuple(replace(one, costs=(cost,)) for one in known.chain.layers[:4])
+    found = plan(
+        replace(known, chain=replace(known.chain, layers=layers, microbatch_size=4)),
+        "order", LIMITS, choices=Choices(order=ScheduleChoice(kind)),
+    )  # fmt: skip
+    seconds = Counter[str]()
+    for one in found.plan.actions:
+        seconds[parse_action(one.action).kind] += one.finish_seconds - one.start_seconds
+    split = KINDS[kind].is_split
+    assert seconds[F] == pytest.approx(4 * 8 * forward)
+    assert seconds[B] == pytest.approx(0 if split else 4 * 8 * whole)
+    assert [seconds[I], seconds[W]] == pytest.approx([4 * 8 * one * split for one in parts])
+    assert found.bound <= found.cost * (1 + 1e-9)
 
 
 PUBLISHED = [

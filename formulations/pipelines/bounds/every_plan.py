@@ -90,7 +90,7 @@ class LeastTimes:
     @cached_property
     def backward(self) -> Floats:
         """Seconds of the backward, whole or its two parts, shape (K, R, L)."""
-        return self._table(self.problem.least_backward)
+        return self._table(lambda kind, r: self.problem.least_backward(kind, r)[1])
 
     @cached_property
     def gradient(self) -> Floats:
@@ -98,7 +98,7 @@ class LeastTimes:
 
         The whole backward if the layer has no separate times for its parts.
         """
-        return self._table(self.problem.least_gradient)
+        return self._table(lambda kind, r: self.problem.least_backward(kind, r)[0])
 
     def backwards(self, whole: bool) -> tuple[Floats, Floats]:
         """`gradient` and `backward` of any backwards, or of ``whole`` ones only."""

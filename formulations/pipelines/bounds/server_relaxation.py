@@ -251,10 +251,8 @@ def _fastest(problem: PipelineProblem, choice: "_Choice", ranks: Ints, split: bo
     forward = np.min([one.forward_seconds for one in costs], axis=0)
     backward = gradient = np.min([one.backward_seconds for one in costs], axis=0)
     if split:
-        backward, gradient = (
-            np.min([least(kind, choice.shares) for kind in kinds], axis=0)
-            for least in (problem.least_backward, problem.least_gradient)
-        )
+        least = [problem.least_backward(kind, choice.shares) for kind in kinds]
+        gradient, backward = np.min(least, axis=0)
     update = np.min([problem.update_per_layer(kind) for kind in kinds], axis=0)
     return _Seconds(forward, backward, gradient, update)
 
