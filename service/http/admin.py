@@ -19,6 +19,7 @@ from stagewright.service.jobs.records import State
 from stagewright.service.jobs.store import ServiceStore
 
 LEAST_SECONDS, MOST_SECONDS = 1.0, 4.0  # between overviews of a stream
+STREAM_SECONDS = 60.0  # of a stream: who may not see it any more is asked for a token then
 _JSON = TypeAdapter(Overview)
 router = APIRouter(prefix="/v1", responses=refused(*GUARDED))
 
@@ -42,11 +43,11 @@ def read_overview(caller: Administrator, service: Serving) -> Overview:
     return overview(service.store)
 
 
-@router.get("/admin/events", include_in_schema=False)  # it never ends
+@router.get("/admin/events", include_in_schema=False)  # it lasts a minute
 async def stream_overviews(
     request: Request, caller: Administrator, service: Serving
 ) -> EventSourceResponse:
-    """The overview as server-sent events, whenever a job is queued, begun, or has ended."""
+    """The overview as server-sent events, for a minute: when a job is queued, begun, has ended."""
     service.limits.require_watchable(service.streams[caller.user])
     told = _overviews(service.store, request)
     return EventSourceResponse(counted(told, service.streams, caller.user))
@@ -62,9 +63,9 @@ async def _overviews(store: ServiceStore, request: Request) -> AsyncIterator[Ser
     with ExitStack() as stack:
         for name in (*State, "asked"):
             stack.enter_context(store.signals.subscribed(wake, name=name))
-        while not await request.is_disconnected():
+        ends = time.monotonic() + STREAM_SECONDS
+        while (began := time.monotonic()) < ends and not await request.is_disconnected():
             woken.clear()
-            began = time.monotonic()
             found = await run_sync(overview, store, limiter=READERS)
             yield ServerSentEvent(_JSON.dump_json(found).decode(), event="overview")
             # A store that answers slowly is asked the less often.

@@ -12,6 +12,7 @@ from typing import Annotated
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
+from sqlalchemy.exc import SQLAlchemyError
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from stagewright.service.http.guard import ID, Changeable, Readable, Reader, Serving, Submitter
@@ -127,11 +128,12 @@ async def stream_events(
 async def counted(
     told: AsyncIterator[ServerSentEvent], streams: Counter[str], user: str
 ) -> AsyncIterator[ServerSentEvent]:
-    """A stream that is counted while it is read."""
+    """A stream that is counted while it is read, and ends when the store does not answer."""
     streams[user] += 1
     try:
-        async for one in told:
-            yield one
+        with suppress(SQLAlchemyError):  # who reads it asks again, and is told so
+            async for one in told:
+                yield one
     finally:
         streams[user] -= 1
         if not streams[user]:

@@ -160,16 +160,19 @@ def deliveries_by_state(store: ServiceStore) -> dict[str, int]:
 
 def workers_of(store: ServiceStore) -> tuple[WorkerRecord, ...]:
     """The workers, those that run the longest first; lost ones for an hour."""
-    does = sa.and_(JOBS.c.worker == WORKERS.c.name, JOBS.c.state == State.SOLVING)
+    now, does = (
+        store.clock(),
+        sa.and_(JOBS.c.worker == WORKERS.c.name, JOBS.c.state == State.SOLVING),
+    )
     asked = (
         sa.select(
             WORKERS, JOBS.c.id.label("job"), JOBS.c.kind, JOBS.c.title, JOBS.c.user,
             JOBS.c.started.label("since"),
         )
         .outerjoin(JOBS, does)
+        .where(WORKERS.c.seen >= now - _FORGOTTEN_SECONDS)
         .order_by(JOBS.c.started.is_(None), JOBS.c.started, WORKERS.c.name)
     )  # fmt: skip
-    now = store.clock()
     with store.engine.connect() as database:
         return tuple(
             WorkerRecord(**row, alive=now - row["seen"] <= ALIVE_SECONDS)

@@ -20,14 +20,17 @@ from fastapi.testclient import TestClient
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import event
+from sqlalchemy.exc import OperationalError
 
 from stagewright.service import metrics
+from stagewright.service.http import admin
 from stagewright.service.http.app import create_app
 from stagewright.service.http.guard import Service
 from stagewright.service.http.tokens import Scope, Tokens
 from stagewright.service.jobs.overview import (
     ALIVE_SECONDS,
     LISTED,
+    Overview,
     Presence,
     overview,
     waiting_by_kind,
@@ -306,7 +309,51 @@ def test_the_overview_says_why_a_job_waits(url: str) -> None:
     assert any("s more, after its worker was lost (2 times)" in one for one in why())
     assert first.id in {one.id for one in overview(store).queue}
     assert waiting_by_kind(store)["plan"][0] == len(why())
+    assert [one.alive for one in overview(store).workers] == [False, False]
+    clock.now += 3600
+    assert overview(store).workers == ()
     store.close()
+
+
+def test_overviews_are_streamed_as_jobs_come(
+    client: TestClient, store: ServiceStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = 0
+
+    def counted(of: ServiceStore) -> Overview:
+        nonlocal asked
+        asked += 1
+        if asked == 4:
+            raise OperationalError("", None, Exception("gone"))
+        found = overview(of)
+        store.submit("ann", "plan", f'{{"n": {asked}}}')
+        return found
+
+    monkeypatch.setattr(admin, "overview", counted)
+    monkeypatch.setattr(admin, "LEAST_SECONDS", 0.01)
+    monkeypatch.setattr(admin, "MOST_SECONDS", 30.0)
+    text = client.get("/v1/admin/events").text
+    told = [json.loads(one[5:]) for one in text.splitlines() if one.startswith("data:")]
+    assert [one["waiting"] for one in told] == [0, 1, 2]
+    monkeypatch.setattr(admin, "STREAM_SECONDS", 0.0)
+    assert client.get("/v1/admin/events").text == ""
+    assert asked == 4
+
+
+def test_a_stream_ends_quietly_when_the_store_does_not_answer(
+    client: TestClient, store: ServiceStore
+) -> None:
+    job, _ = store.submit("local", "plan", "{}")
+    streams = {"/v1/admin/events": "FROM workers", f"/v1/jobs/{job.id}/events": "FROM events"}
+
+    @event.listens_for(store.engine, "before_cursor_execute")
+    def fails(_: Any, __: Any, statement: str, *___: Any) -> None:
+        if any(one in statement.replace("\n", "") for one in streams.values()):
+            raise OperationalError(statement, None, Exception("gone"))
+
+    for one in streams:
+        response = client.get(one)
+        assert (response.status_code, response.text) == (200, "")
 
 
 def test_only_administrators_see_the_overview(client: TestClient, store: ServiceStore) -> None:
