@@ -11,7 +11,7 @@ from pydantic import BaseModel, TypeAdapter
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from stagewright.service.http.guard import Administrator, Reader, Serving
-from stagewright.service.http.jobs import READERS, counted
+from stagewright.service.http.jobs import READERS, alarm, counted
 from stagewright.service.http.openapi import GUARDED, refused
 from stagewright.service.http.tokens import Scope
 from stagewright.service.jobs.overview import Overview, overview
@@ -54,12 +54,7 @@ async def stream_overviews(
 
 
 async def _overviews(store: ServiceStore, request: Request) -> AsyncIterator[ServerSentEvent]:
-    woken, loop = asyncio.Event(), asyncio.get_running_loop()
-
-    def wake() -> None:
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(woken.set)
-
+    woken, wake = alarm()
     with ExitStack() as stack:
         for name in (*State, "asked"):
             stack.enter_context(store.signals.subscribed(wake, name=name))

@@ -4,7 +4,7 @@ import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from functools import partial
 from typing import Annotated
@@ -140,16 +140,22 @@ async def counted(
             del streams[user]
 
 
-async def _stream(
-    store: ServiceStore, job: str, after: int, request: Request
-) -> AsyncIterator[ServerSentEvent]:
-    """Every event of a job, until it has ended."""
+def alarm() -> tuple[asyncio.Event, Callable[[], None]]:
+    """An event of this task's loop, and what sets it from any thread."""
     woken, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def wake() -> None:
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(woken.set)
 
+    return woken, wake
+
+
+async def _stream(
+    store: ServiceStore, job: str, after: int, request: Request
+) -> AsyncIterator[ServerSentEvent]:
+    """Every event of a job, until it has ended."""
+    woken, wake = alarm()
     with store.signals.subscribed(wake, job=job):
         while not await request.is_disconnected():
             woken.clear()

@@ -97,11 +97,15 @@ class UserRecord:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """What a store shows at a time: of ``waiting`` jobs those that come first, and all workers."""
+    """What a store shows at a time: of ``waiting`` jobs those that come first, and all workers.
+
+    The oldest of all that wait has waited for ``longest_seconds``.
+    """
 
     at: float
     jobs: dict[State, int]
     waiting: int
+    longest_seconds: float
     queue: tuple[WaitingJob, ...]
     workers: tuple[WorkerRecord, ...]
     users: tuple[UserRecord, ...]
@@ -115,6 +119,7 @@ def overview(store: ServiceStore) -> Overview:
         at=now,
         jobs={state: jobs.get(state, 0) for state in State},
         waiting=jobs.get(State.QUEUED, 0),
+        longest_seconds=max((age for _, age in waiting_by_kind(store).values()), default=0.0),
         queue=_queue(store, workers, running),
         workers=workers,
         users=tuple(users[:LISTED]),
@@ -146,24 +151,26 @@ def waiting_by_kind(store: ServiceStore) -> dict[str, tuple[int, float]]:
 
 def running_by_kind(store: ServiceStore) -> dict[str, int]:
     """How many jobs of each kind run."""
-    asked = sa.select(JOBS.c.kind, sa.func.count()).where(JOBS.c.state == State.SOLVING)
-    with store.engine.connect() as database:
-        return {kind: count for kind, count in database.execute(asked.group_by(JOBS.c.kind))}
+    return _tally(store, JOBS.c.kind, JOBS.c.state == State.SOLVING)
 
 
 def deliveries_by_state(store: ServiceStore) -> dict[str, int]:
     """How many deliveries of webhooks are in each state, of the jobs that are kept."""
-    asked = sa.select(DELIVERIES.c.state, sa.func.count()).group_by(DELIVERIES.c.state)
+    return _tally(store, DELIVERIES.c.state)
+
+
+def _tally(
+    store: ServiceStore, column: sa.Column[Any], *where: sa.ColumnElement[bool]
+) -> dict[str, int]:
+    asked = sa.select(column, sa.func.count()).where(*where).group_by(column)
     with store.engine.connect() as database:
-        return {state: count for state, count in database.execute(asked)}
+        return {value: count for value, count in database.execute(asked)}
 
 
 def workers_of(store: ServiceStore) -> tuple[WorkerRecord, ...]:
     """The workers, those that run the longest first; lost ones for an hour."""
-    now, does = (
-        store.clock(),
-        sa.and_(JOBS.c.worker == WORKERS.c.name, JOBS.c.state == State.SOLVING),
-    )
+    now = store.clock()
+    does = sa.and_(JOBS.c.worker == WORKERS.c.name, JOBS.c.state == State.SOLVING)
     asked = (
         sa.select(
             WORKERS, JOBS.c.id.label("job"), JOBS.c.kind, JOBS.c.title, JOBS.c.user,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_jobs import TWO_JOBS, Clock
+from planning_jobs import TWO_JOBS, Clock, EndedProcess
 from profiles import examples
 
 pytest.importorskip("fastapi", reason="the service is not installed")
@@ -118,19 +118,6 @@ def test_requests_are_counted_by_route(client: TestClient) -> None:
     assert after == (before[0] + 1, before[1] + 1)
 
 
-class Answering:
-    """A process that has an answer at once."""
-
-    def look(self, _: float) -> Any:
-        from stagewright.service.workers.processes import Look
-
-        return Look(JobEnd(State.OPTIMAL, answer="{}"), None, 5e6)
-
-    def stop(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-
 @pytest.mark.parametrize("scope", [None, Scope.SUBMIT, Scope.ADMIN])
 def test_waits_and_runs_tell_the_class_of_the_user(
     client: TestClient, store: ServiceStore, scope: Scope | None
@@ -145,7 +132,7 @@ def test_waits_and_runs_tell_the_class_of_the_user(
     before = [sample(client, name, **labels) for name in names]
     ended = sample(client, names_of_ends[0], **names_of_ends[1])
     client.post("/v1/jobshop", content=TWO_JOBS)
-    worker = Worker(store, start=lambda *_: Answering())
+    worker = Worker(store, start=lambda *_: EndedProcess(State.OPTIMAL))
     worker.presence.tell()
     assert sample(client, "stagewright_workers", state="idle") == 1
     job = worker.queue.claim(worker.name, 60.0)
@@ -261,6 +248,7 @@ def test_the_overview_is_that_of_all_jobs_and_their_events(
     for one in found.queue:
         last = max(told.at for told in store.events(one.id) if told.name == State.QUEUED)
         assert one.seconds == now - last
+    assert found.longest_seconds == max((one.seconds for one in found.queue), default=0)
     assert [one.priority for one in found.queue] == sorted(
         (one.priority for one in queued.values()), reverse=True
     )
