@@ -223,8 +223,8 @@ def _why(job: Any, place: int, now: float, workers: tuple[WorkerRecord, ...], ru
     if idle:
         return "is begun next" if place < idle else "the jobs before it"
     if len(alive) == 1:
-        return "the worker is busy" + ", with theirs" * bool(running)
-    return f"all {len(alive)} workers are busy" + f", {running} with theirs" * bool(running)
+        return "the worker is busy" + " with a job of theirs" * bool(running)
+    return f"all {len(alive)} workers are busy" + f", {running} with jobs of theirs" * bool(running)
 
 
 def _users(store: ServiceStore) -> list[UserRecord]:

@@ -282,7 +282,7 @@ def test_the_overview_says_why_a_job_waits(url: str) -> None:
     Presence(store, "w", 4.0).tell()
     assert why() == ["is begun next", "the jobs before it"]
     queue.claim("w", 10.0)
-    assert why() == ["the worker is busy, with theirs"]
+    assert why() == ["the worker is busy with a job of theirs"]
     Presence(store, "v", 4.0).tell()
     queue.claim("v", 10.0)
     store.submit("bob", "plan", '{"n": 2}')
