@@ -131,6 +131,10 @@ def test_all_that_is_asked_for_is_exported(exported: dict[str, dict[str, set[str
     own = {re.sub("_(bucket|count|sum)$", "", name) for name in exported if "process_" not in name}
     unwatched = {"stagewright_build_info", "stagewright_jobs", "stagewright_webhooks"}
     assert own - set(re.findall(r"\w+", text)) == unwatched
+    # And the page explains each.
+    _, _, page = (DEPLOY.parent / "docs" / "serving.md").read_text().partition("| metric |")
+    told = re.findall(r"`(?:stagewright)?(_\w+)`", page.partition("\n\n")[0])
+    assert {f"stagewright{name}" for name in told} == own
 
 
 @pytest.mark.parametrize(
