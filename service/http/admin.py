@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Request
@@ -11,7 +11,7 @@ from pydantic import BaseModel, TypeAdapter
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from stagewright.service.http.guard import Administrator, Reader, Service, Serving
-from stagewright.service.http.jobs import READERS, counted, may_go_on
+from stagewright.service.http.jobs import READERS, alarm, counted, may_go_on
 from stagewright.service.http.openapi import GUARDED, refused
 from stagewright.service.http.tokens import Caller, Scope
 from stagewright.service.jobs.overview import Overview, overview
@@ -54,12 +54,7 @@ async def stream_overviews(
 async def _overviews(
     service: Service, caller: Caller, request: Request
 ) -> AsyncIterator[ServerSentEvent]:
-    woken, loop, store = asyncio.Event(), asyncio.get_running_loop(), service.store
-
-    def wake() -> None:
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(woken.set)
-
+    (woken, wake), store = alarm(), service.store
     with ExitStack() as stack:
         for name in (*State, "asked"):
             stack.enter_context(store.signals.subscribed(wake, name=name))

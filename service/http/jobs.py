@@ -5,7 +5,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from functools import partial
 from typing import Annotated
@@ -13,6 +13,7 @@ from typing import Annotated
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
+from sqlalchemy.exc import SQLAlchemyError
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from stagewright.service.http.guard import (
@@ -139,27 +140,34 @@ async def stream_events(
 async def counted(
     told: AsyncIterator[ServerSentEvent], streams: Counter[str], user: str
 ) -> AsyncIterator[ServerSentEvent]:
-    """A stream that is counted while it is read."""
+    """A stream that is counted while it is read, and ends when the store does not answer."""
     streams[user] += 1
     try:
-        async for one in told:
-            yield one
+        with suppress(SQLAlchemyError):  # who reads it asks again, and is told so
+            async for one in told:
+                yield one
     finally:
         streams[user] -= 1
         if not streams[user]:
             del streams[user]
 
 
-async def _stream(
-    service: Service, caller: Caller, job: str, after: int, request: Request
-) -> AsyncIterator[ServerSentEvent]:
-    """Every event of a job, until it has ended, or the caller may read no more."""
-    woken, loop, store = asyncio.Event(), asyncio.get_running_loop(), service.store
+def alarm() -> tuple[asyncio.Event, Callable[[], None]]:
+    """An event of this task's loop, and what sets it from any thread."""
+    woken, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def wake() -> None:
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(woken.set)
 
+    return woken, wake
+
+
+async def _stream(
+    service: Service, caller: Caller, job: str, after: int, request: Request
+) -> AsyncIterator[ServerSentEvent]:
+    """Every event of a job, until it has ended, or the caller may read no more."""
+    (woken, wake), store = alarm(), service.store
     with store.signals.subscribed(wake, job=job):
         while not await request.is_disconnected():
             woken.clear()

@@ -97,11 +97,15 @@ class UserRecord:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """What a store shows at a time: of ``waiting`` jobs those that come first, and all workers."""
+    """What a store shows at a time: of ``waiting`` jobs those that come first, and all workers.
+
+    The oldest of all that wait has waited for ``longest_seconds``.
+    """
 
     at: float
     jobs: dict[State, int]
     waiting: int
+    longest_seconds: float
     queue: tuple[WaitingJob, ...]
     workers: tuple[WorkerRecord, ...]
     users: tuple[UserRecord, ...]
@@ -115,6 +119,7 @@ def overview(store: ServiceStore) -> Overview:
         at=now,
         jobs={state: jobs.get(state, 0) for state in State},
         waiting=jobs.get(State.QUEUED, 0),
+        longest_seconds=max((age for _, age in waiting_by_kind(store).values()), default=0.0),
         queue=_queue(store, workers, running),
         workers=workers,
         users=tuple(users[:LISTED]),
@@ -146,20 +151,25 @@ def waiting_by_kind(store: ServiceStore) -> dict[str, tuple[int, float]]:
 
 def running_by_kind(store: ServiceStore) -> dict[str, int]:
     """How many jobs of each kind run."""
-    asked = sa.select(JOBS.c.kind, sa.func.count()).where(JOBS.c.state == State.SOLVING)
-    with store.engine.connect() as database:
-        return {kind: count for kind, count in database.execute(asked.group_by(JOBS.c.kind))}
+    return _tally(store, JOBS.c.kind, JOBS.c.state == State.SOLVING)
 
 
 def deliveries_by_state(store: ServiceStore) -> dict[str, int]:
     """How many deliveries of webhooks are in each state, of the jobs that are kept."""
-    asked = sa.select(DELIVERIES.c.state, sa.func.count()).group_by(DELIVERIES.c.state)
+    return _tally(store, DELIVERIES.c.state)
+
+
+def _tally(
+    store: ServiceStore, column: sa.Column[Any], *where: sa.ColumnElement[bool]
+) -> dict[str, int]:
+    asked = sa.select(column, sa.func.count()).where(*where).group_by(column)
     with store.engine.connect() as database:
-        return {state: count for state, count in database.execute(asked)}
+        return {value: count for value, count in database.execute(asked)}
 
 
 def workers_of(store: ServiceStore) -> tuple[WorkerRecord, ...]:
     """The workers, those that run the longest first; lost ones for an hour."""
+    now = store.clock()
     does = sa.and_(JOBS.c.worker == WORKERS.c.name, JOBS.c.state == State.SOLVING)
     asked = (
         sa.select(
@@ -167,9 +177,9 @@ def workers_of(store: ServiceStore) -> tuple[WorkerRecord, ...]:
             JOBS.c.started.label("since"),
         )
         .outerjoin(JOBS, does)
+        .where(WORKERS.c.seen >= now - _FORGOTTEN_SECONDS)
         .order_by(JOBS.c.started.is_(None), JOBS.c.started, WORKERS.c.name)
     )  # fmt: skip
-    now = store.clock()
     with store.engine.connect() as database:
         return tuple(
             WorkerRecord(**row, alive=now - row["seen"] <= ALIVE_SECONDS)
@@ -213,8 +223,8 @@ def _why(job: Any, place: int, now: float, workers: tuple[WorkerRecord, ...], ru
     if idle:
         return "is begun next" if place < idle else "the jobs before it"
     if len(alive) == 1:
-        return "the worker is busy" + ", with theirs" * bool(running)
-    return f"all {len(alive)} workers are busy" + f", {running} with theirs" * bool(running)
+        return "the worker is busy" + " with a job of theirs" * bool(running)
+    return f"all {len(alive)} workers are busy" + f", {running} with jobs of theirs" * bool(running)
 
 
 def _users(store: ServiceStore) -> list[UserRecord]:

@@ -136,7 +136,7 @@ JOBS = sa.Table(
     sa.Column("leased_until", sa.Float),
     sa.Column("title", sa.String(200), nullable=False, server_default=sa.text("''")),
     sa.Column("webhook", sa.String(2000)),
-    sa.Column("user_class", sa.String(8)),
+    sa.Column("user_class", sa.String(40)),
     sa.Column("trace", sa.String(55)),  # a traceparent (W3C Trace Context)
     sa.Column("limit_seconds", sa.Float),  # that it asks for
     sa.Column("spent_seconds", sa.Float, nullable=False, server_default=sa.text("0")),

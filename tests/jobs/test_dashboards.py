@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from planning_jobs import TWO_JOBS
+from planning_jobs import TWO_JOBS, EndedProcess
 
 pytest.importorskip("fastapi", reason="the service is not installed")
 pytest.importorskip("httpx", reason="httpx is not installed")
@@ -25,10 +25,9 @@ from stagewright.service.http.app import create_app
 from stagewright.service.http.guard import Service
 from stagewright.service.http.webhooks import Deliverer, Webhooks
 from stagewright.service.jobs.queue import Deliveries
-from stagewright.service.jobs.records import JobEnd, State
+from stagewright.service.jobs.records import State
 from stagewright.service.jobs.store import ServiceStore
 from stagewright.service.metrics import DELIVERED
-from stagewright.service.workers.processes import Look
 from stagewright.service.workers.worker import Worker
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -40,20 +39,6 @@ GIVEN = {"job", "instance"}  # by Prometheus, with `up`
 ORIGIN = "http://127.0.0.1:9"  # where nobody listens
 
 
-class Ending:
-    """A process that ends at once."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-
-    def look(self, _: float) -> Look:
-        return Look(JobEnd(self._state, answer="{}"), None, 5e6)
-
-    def stop(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-
 @pytest.fixture
 def exported(store: ServiceStore) -> dict[str, dict[str, set[str]]]:
     """The values of each label of each metric of a service that has done a bit of everything."""
@@ -62,7 +47,7 @@ def exported(store: ServiceStore) -> dict[str, dict[str, set[str]]]:
     found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     with TestClient(app, "http://127.0.0.1:8754", raise_server_exceptions=False) as client:
         for i, state in enumerate((State.FAILED, State.OPTIMAL)):
-            worker = Worker(store, start=lambda *_, state=state: Ending(state))
+            worker = Worker(store, start=lambda *_, state=state: EndedProcess(state))
             body = json.dumps(json.loads(TWO_JOBS) | {"time_limit": 1 + i})
             client.post(f"/v1/jobshop?webhook={ORIGIN}", content=body)
             job = worker.queue.claim(worker.name, 60.0)
@@ -146,6 +131,10 @@ def test_all_that_is_asked_for_is_exported(exported: dict[str, dict[str, set[str
     own = {re.sub("_(bucket|count|sum)$", "", name) for name in exported if "process_" not in name}
     unwatched = {"stagewright_build_info", "stagewright_jobs", "stagewright_webhooks"}
     assert own - set(re.findall(r"\w+", text)) == unwatched
+    # And the page explains each.
+    _, _, page = (DEPLOY.parent / "docs" / "serving.md").read_text().partition("| metric |")
+    told = re.findall(r"`(?:stagewright)?(_\w+)`", page.partition("\n\n")[0])
+    assert {f"stagewright{name}" for name in told} == own
 
 
 @pytest.mark.parametrize(

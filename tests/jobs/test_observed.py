@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_jobs import TWO_JOBS, Clock
+from planning_jobs import TWO_JOBS, Clock, EndedProcess
 from profiles import examples
 
 pytest.importorskip("fastapi", reason="the service is not installed")
@@ -20,14 +20,17 @@ from fastapi.testclient import TestClient
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import event
+from sqlalchemy.exc import OperationalError
 
 from stagewright.service import metrics
+from stagewright.service.http import admin
 from stagewright.service.http.app import create_app
 from stagewright.service.http.guard import Service
 from stagewright.service.http.tokens import Scope, Tokens
 from stagewright.service.jobs.overview import (
     ALIVE_SECONDS,
     LISTED,
+    Overview,
     Presence,
     overview,
     waiting_by_kind,
@@ -115,19 +118,6 @@ def test_requests_are_counted_by_route(client: TestClient) -> None:
     assert after == (before[0] + 1, before[1] + 1)
 
 
-class Answering:
-    """A process that has an answer at once."""
-
-    def look(self, _: float) -> Any:
-        from stagewright.service.workers.processes import Look
-
-        return Look(JobEnd(State.OPTIMAL, answer="{}"), None, 5e6)
-
-    def stop(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-
 @pytest.mark.parametrize("scope", [None, Scope.SUBMIT, Scope.ADMIN])
 def test_waits_and_runs_tell_the_class_of_the_user(
     client: TestClient, store: ServiceStore, scope: Scope | None
@@ -142,7 +132,7 @@ def test_waits_and_runs_tell_the_class_of_the_user(
     before = [sample(client, name, **labels) for name in names]
     ended = sample(client, names_of_ends[0], **names_of_ends[1])
     client.post("/v1/jobshop", content=TWO_JOBS)
-    worker = Worker(store, start=lambda *_: Answering())
+    worker = Worker(store, start=lambda *_: EndedProcess(State.OPTIMAL))
     worker.presence.tell()
     assert sample(client, "stagewright_workers", state="idle") == 1
     job = worker.queue.claim(worker.name, 60.0)
@@ -261,6 +251,7 @@ def test_the_overview_is_that_of_all_jobs_and_their_events(
     for one in found.queue:
         last = max(told.at for told in store.events(one.id) if told.name == State.QUEUED)
         assert one.seconds == now - last
+    assert found.longest_seconds == max((one.seconds for one in found.queue), default=0)
     assert [one.priority for one in found.queue] == sorted(
         (one.priority for one in queued.values()), reverse=True
     )
@@ -294,7 +285,7 @@ def test_the_overview_says_why_a_job_waits(url: str) -> None:
     Presence(store, "w", 4.0).tell()
     assert why() == ["is begun next", "the jobs before it"]
     queue.claim("w", 10.0)
-    assert why() == ["the worker is busy, with theirs"]
+    assert why() == ["the worker is busy with a job of theirs"]
     Presence(store, "v", 4.0).tell()
     queue.claim("v", 10.0)
     store.submit("bob", "plan", '{"n": 2}')
@@ -309,7 +300,51 @@ def test_the_overview_says_why_a_job_waits(url: str) -> None:
     assert any("s more, after its worker was lost (2 times)" in one for one in why())
     assert first.id in {one.id for one in overview(store).queue}
     assert waiting_by_kind(store)["plan"][0] == len(why())
+    assert [one.alive for one in overview(store).workers] == [False, False]
+    clock.now += 3600
+    assert overview(store).workers == ()
     store.close()
+
+
+def test_overviews_are_streamed_as_jobs_come(
+    client: TestClient, store: ServiceStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = 0
+
+    def counted(of: ServiceStore) -> Overview:
+        nonlocal asked
+        asked += 1
+        if asked == 4:
+            raise OperationalError("", None, Exception("gone"))
+        found = overview(of)
+        store.submit("ann", "plan", f'{{"n": {asked}}}')
+        return found
+
+    monkeypatch.setattr(admin, "overview", counted)
+    monkeypatch.setattr(admin, "LEAST_SECONDS", 0.01)
+    monkeypatch.setattr(admin, "MOST_SECONDS", 30.0)
+    text = client.get("/v1/admin/events").text
+    told = [json.loads(one[5:]) for one in text.splitlines() if one.startswith("data:")]
+    assert [one["waiting"] for one in told] == [0, 1, 2]
+    monkeypatch.setattr(admin, "STREAM_SECONDS", 0.0)
+    assert client.get("/v1/admin/events").text == ""
+    assert asked == 4
+
+
+def test_a_stream_ends_quietly_when_the_store_does_not_answer(
+    client: TestClient, store: ServiceStore
+) -> None:
+    job, _ = store.submit("local", "plan", "{}")
+    streams = {"/v1/admin/events": "FROM workers", f"/v1/jobs/{job.id}/events": "FROM events"}
+
+    @event.listens_for(store.engine, "before_cursor_execute")
+    def fails(_: Any, __: Any, statement: str, *___: Any) -> None:
+        if any(one in statement.replace("\n", "") for one in streams.values()):
+            raise OperationalError(statement, None, Exception("gone"))
+
+    for one in streams:
+        response = client.get(one)
+        assert (response.status_code, response.text) == (200, "")
 
 
 def test_only_administrators_see_the_overview(client: TestClient, store: ServiceStore) -> None:

@@ -110,31 +110,35 @@ def test_a_job_is_one_trace_from_its_request_to_its_end(
     assert "makespan" not in str(collector.spans)  # nothing of requests or answers
 
 
-@pytest.mark.parametrize(
-    ("environment", "said"),
-    [
-        ({}, ""),
-        ({"OTEL_TRACES_EXPORTER": "none", ENDPOINT: "http://127.0.0.1:9"}, ""),
-        ({"OTEL_SDK_DISABLED": "true", ENDPOINT: "http://127.0.0.1:9"}, ""),
-        ({"OTEL_TRACES_EXPORTER": "zipkin", ENDPOINT: "http://127.0.0.1:9"}, "no traces are sent"),
-        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc", ENDPOINT: "x"}, "otlp by http/protobuf"),
-    ],
+UNSENT = (
+    ({}, ""),
+    ({"OTEL_TRACES_EXPORTER": "none", ENDPOINT: "http://127.0.0.1:9"}, ""),
+    ({"OTEL_SDK_DISABLED": "true", ENDPOINT: "http://127.0.0.1:9"}, ""),
+    ({"OTEL_TRACES_EXPORTER": "zipkin", ENDPOINT: "http://127.0.0.1:9"}, "no traces are sent"),
+    ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc", ENDPOINT: "x"}, "there is otlp by http/protobuf"),
 )
-def test_without_an_endpoint_nothing_is_imported(environment: dict[str, str], said: str) -> None:
-    code = (
-        "import json, sys; from stagewright.service import tracing; tracing.start(); "
-        "print(json.dumps([tracing.current(), [*map(str, sys.modules)]]))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=clean_environment() | environment, text=True,
-        capture_output=True, check=True,
-    )  # fmt: skip
-    current, modules = json.loads(done.stdout)
-    assert current is None
-    assert not [one for one in modules if one.startswith("opentelemetry")]
-    assert said in done.stderr
-    assert bool(said) == bool(done.stderr)
 
 
-def clean_environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+def test_where_no_traces_are_sent_nothing_is_imported(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        monkeypatch.delenv(name)
+    code = """if True:
+        import json, os, sys
+        from stagewright.service import tracing
+        for environment in json.loads(sys.argv[1]):
+            os.environ |= environment
+            tracing.start()
+            print("|", file=sys.stderr)
+            assert tracing.current() is None
+            for name in environment:
+                del os.environ[name]
+        assert not [one for one in sys.modules if one.startswith("opentelemetry")]
+    """
+    environments = json.dumps([environment for environment, _ in UNSENT])
+    subprocess.run([sys.executable, "-c", code, environments], check=True)
+    lines = capfd.readouterr().err.split("|")
+    for (_, said), line in zip(UNSENT, lines, strict=False):
+        assert said in line
+        assert bool(said) == bool(line.strip())

@@ -11,6 +11,8 @@ from stagewright.executor.programs.trace import Trace, TracedStep
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.documents import to_json
 from stagewright.graphs.models.operators.step_graph import Node, Output, StepGraph
+from stagewright.service.jobs.records import JobEnd, State
+from stagewright.service.workers.processes import Look
 
 TWO_JOBS = json.dumps({"jobs": [[[0, 3], [1, 2]], [[1, 4], [0, 1]]]})
 """A job shop whose least makespan is 6."""
@@ -73,3 +75,17 @@ def traced(plan: PipelinePlan, factor: float) -> Trace:
     )
     step = TracedStep(0, finish_seconds(plan) * factor, 0.0, actions)
     return Trace(plan.digest, plan.model, "a desk", "gloo", 2, "float32", (step,))
+
+
+class EndedProcess:
+    """The process of a job that has ended, in a state, before it is looked at."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def look(self, _: float) -> Look:
+        return Look(JobEnd(self._state, answer="{}"), None, 5e6)
+
+    def stop(self) -> None: ...
+
+    def kill(self) -> None: ...

@@ -55,10 +55,10 @@ class Administration {
 
   tell(told) {
     this.told = told;
-    this.life.textContent = "Live: the jobs of all users.";
-    const picked = getSelection();
+    const picked = getSelection(), isMarked = !picked.isCollapsed && this.root.contains(picked.anchorNode);
+    this.life.textContent = isMarked ? "Paused while text is marked." : "Live: the jobs of all users.";
     // What is pressed or marked stays as it is until it is released.
-    if (this.root.querySelector(":active") || (!picked.isCollapsed && this.root.contains(picked.anchorNode))) return;
+    if (isMarked || this.root.querySelector(":active")) return;
     this.draw();
   }
 
@@ -67,9 +67,9 @@ class Administration {
   draw() {
     if (this.signal.aborted || !this.told) return;
     const key = document.activeElement?.dataset.key;
-    const {jobs, waiting, queue, workers, users} = this.told, alive = workers.filter((one) => one.alive);
-    const busy = alive.filter((one) => one.job !== null).length, oldest = Math.max(0, ...queue.map((one) => one.seconds));
-    const told = [[`${jobs.queued}`, "in the queue"], [queue.length ? age(0, oldest) : "none", "longest wait"],
+    const {jobs, waiting, longest_seconds: longest, queue, workers, users} = this.told, alive = workers.filter((one) => one.alive);
+    const busy = alive.filter((one) => one.job !== null).length;
+    const told = [[`${jobs.queued}`, "in the queue"], [waiting ? age(0, longest) : "none", "longest wait"],
       [`${jobs.solving}`, "running"], [`${busy} of ${alive.length}`, "workers busy"], [`${jobs.failed}`, "failed, of those kept"]];
     this.facts.replaceChildren(...told.map(([value, name]) =>
       make("div", {class: "fact"}, make("b", {}, value), make("span", {}, name))));

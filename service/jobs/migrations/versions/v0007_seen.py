@@ -9,7 +9,7 @@ down_revision = "0006"
 
 def upgrade() -> None:
     """Add columns, a table and an index; of jobs of before neither class nor trace is known."""
-    op.add_column("jobs", sa.Column("user_class", sa.String(8)))
+    op.add_column("jobs", sa.Column("user_class", sa.String(40)))
     op.add_column("jobs", sa.Column("trace", sa.String(55)))
     op.create_index("spent", "jobs", ["user", "state", "started", "finished"])
     op.create_table(
