@@ -22,7 +22,7 @@ from sqlalchemy.exc import OperationalError
 
 from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
 from stagewright.graphs.documents import documents
-from stagewright.service.jobs.queue import MOST_ATTEMPTS, Queue
+from stagewright.service.jobs.queue import MOST_ATTEMPTS, Queue, QueueRules
 from stagewright.service.jobs.records import JobEnding, ServiceJob, State, StoppedBy
 from stagewright.service.jobs.store import ServiceStore
 from stagewright.service.workers import processes
@@ -33,8 +33,11 @@ Children = Callable[[], set[BaseProcess]]
 
 
 @contextmanager
-def working(store: ServiceStore, limits: JobLimits | None = None) -> Iterator[Worker]:
-    worker = Worker(store, limits or JobLimits(), lease_seconds=2.0, poll_seconds=0.05)
+def working(
+    store: ServiceStore, limits: JobLimits | None = None, rules: QueueRules | None = None
+) -> Iterator[Worker]:
+    given = limits or JobLimits(), rules or QueueRules()
+    worker = Worker(store, *given, lease_seconds=2.0, poll_seconds=0.05)
     thread = threading.Thread(target=worker.run)
     thread.start()
     try:
@@ -121,6 +124,26 @@ def test_a_killed_process_leaves_its_best_plan(store: ServiceStore, children: Ch
     assert (found.state, found.stopped_by) == (State.FEASIBLE, StoppedBy.LOST)
     assert found.document is not None
     assert "exit code -9" in found.reason
+    assert children() == set()
+
+
+def test_a_job_with_a_plan_gives_way_to_one_without_and_goes_on(
+    store: ServiceStore, children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stagewright.service.jobs.queue._LOOKED_SECONDS", 0.0)
+    long, _ = store.submit("ann", "plan", long_request(), limit_seconds=600.0)
+    with working(store, rules=QueueRules(preempt_seconds=0.5)):
+        begun(store, long.id)
+        short, _ = store.submit("bob", "jobshop", TWO_JOBS)
+        assert ended(store, short.id).state is State.OPTIMAL
+        again = awaited(store, long.id, lambda one: one.state is State.SOLVING)
+        assert again.document is not None
+        assert again.attempts == 1
+        assert again.spent_seconds > 0.5
+        store.ask(long.id, JobEnding.STOP)
+        assert ended(store, long.id).state is State.FEASIBLE
+    names = [one.name for one in store.events(long.id) if one.name != "progress"]
+    assert names == ["queued", "solving", "queued", "solving", "asked", "feasible"]
     assert children() == set()
 
 
