@@ -1,63 +1,84 @@
-"""The planning service under load: how long it takes to accept a request, and that none is lost.
+"""The planning service under load, in parts that are measured by their names.
 
-``python -m benchmarks.service`` submits 1,000 different requests from 50 clients to a server in a
-process of its own, on SQLite and (where the distribution has it) PostgreSQL: each client one a
-second, then as fast as it can. Eight workers claim them all. Writes ``docs/benchmarks/service.md``.
+``python -m benchmarks.service [accept] [turns] [watchers] [faults] [week]`` starts real servers on
+SQLite and, where the distribution has it, PostgreSQL, and writes the section of each part (without
+names: of all) in ``docs/benchmarks/service.md``.
 """
 
 import json
 import os
-import platform
-import re
+import random
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from benchmarks.service_report import put
+import httpx
+import sqlalchemy as sa
+
+from benchmarks import service_faults, service_watchers, service_week
+from benchmarks.service_report import (
+    MACHINE,
+    SHOP,
+    Row,
+    milliseconds,
+    put,
+    servers,
+    stores,
+    stub,
+    table,
+)
 from stagewright.client import Client
-from stagewright.service.jobs.queue import Queue
-from stagewright.service.jobs.records import JobEnd, State
+from stagewright.service.http.tokens import Scope, Tokens
+from stagewright.service.jobs.records import ENDED
+from stagewright.service.jobs.rows import EVENTS, JOBS
 from stagewright.service.jobs.store import opened
 
-CLIENTS, WORKERS = 50, 8
-EACH = 20  # submissions of a client
-SHOP = {"jobs": [[[0, 3], [1, 2]], [[1, 4], [0, 1]]]}
-HEADING = "# The planning service under load"
-HEAD = """\
-`python -m benchmarks.service`: {submissions} requests from {clients} clients on {machine}; then
-{workers} workers claim them all and answer at once. Times of acceptance are those that a client
-sees, with validation and storage; clients are threads of one process on the same machine. *Paced*:
-every client submits once a second. *At once*: every client submits as soon as it is answered, so
-that {clients} requests are always waiting; the time is then that of {clients} requests. CPU is that
-of the server for each request, load the processes that ran before the row began, which was
-measured at nice {nice}.
-
-| store | clients | load | accepted/s | median | 95 % | most | CPU | stored | claimed | twice |
-|---|---|---|---|---|---|---|---|---|---|---|
-"""
+USERS, EACH = 100, 20  # users, and requests of each
 
 
-@contextmanager
-def served(store: str) -> Iterator[tuple[str, int]]:
-    """A server without workers: its address and process."""
-    command = [sys.executable, "-m", "stagewright", "serve", "--port", "0", "--workers", "0",
-               "--store", store]  # fmt: skip
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"}
-    ) as process:
-        assert process.stdout is not None
-        told = re.search(r"http://\S+", process.stdout.readline())
-        assert told is not None
-        try:
-            yield told[0], process.pid
-        finally:
-            process.terminate()
+# --- Acceptance ---------------------------------------------------------------------------------
+
+
+def accept() -> None:
+    """How long it takes to accept a request."""
+    rows = list[Row]()
+    for pause in (1.0, 0.0):
+        with stores() as found:
+            rows += [_accepted(name, store, pause) for name, store in found.items()]
+    put(
+        "# The planning service under load",
+        f"""\
+`python -m benchmarks.service` measures what follows, in parts that can be named.
+
+`accept`: {USERS * EACH} different requests from {USERS} clients, threads of one process, on
+{MACHINE}; no workers. Times are those that a client sees, with validation and storage. *Paced*: a
+client submits once a second. *At once*: as soon as it is answered, so that {USERS} requests are
+always waiting, and the time is that of {USERS} requests. CPU is that of the server for a request.
+
+{table(rows)}""",
+    )
+
+
+def _accepted(name: str, store: str, pause: float) -> Row:
+    with servers(store, workers=0) as [served]:
+        used = _cpu_seconds(served.pid)
+        taken, seconds = submit_all(served.url, pause)
+        used = _cpu_seconds(served.pid) - used
+    with opened(store) as jobs:
+        stored = sum(jobs.counts().values())
+    cuts = statistics.quantiles(taken, n=100)
+    times = {"median": cuts[49], "95 %": cuts[94], "99 %": cuts[98], "most": max(taken)}
+    return {
+        "store": name,
+        "clients": "paced" if pause else "at once",
+        "accepted/s": f"{len(taken) / seconds:.0f}",
+        **{name: milliseconds(one) for name, one in times.items()},
+        "CPU": milliseconds(used / stored),
+        "stored": stored,
+    }
 
 
 def submit_all(url: str, pause: float) -> tuple[list[float], float]:
@@ -68,87 +89,92 @@ def submit_all(url: str, pause: float) -> tuple[list[float], float]:
     taken = list[float]()
 
     def submit(number: int) -> None:
-        client = clients[number]
-        for n in range(EACH):
-            due = began + pause * (n + number / CLIENTS)
-            time.sleep(max(0.0, due - time.perf_counter()))
-            name = f"{number} {n} {pause:g}"
-            request = json.dumps(SHOP | {"seed": number * EACH + n, "time_limit": 10 + pause})
-            start = time.perf_counter()
-            client.submit("jobshop", request, key=name)
-            taken.append(time.perf_counter() - start)
+        with httpx.Client(base_url=url, timeout=60.0) as client:
+            for n in range(EACH):
+                due = began + pause * (n + number / USERS)
+                time.sleep(max(0.0, due - time.perf_counter()))
+                request = json.dumps(SHOP | {"seed": number * EACH + n, "time_limit": 10 + pause})
+                start = time.perf_counter()
+                client.post("/v1/jobshop", content=request).raise_for_status()
+                taken.append(time.perf_counter() - start)
 
-    with ExitStack() as stack, ThreadPoolExecutor(CLIENTS) as pool:
-        clients = [stack.enter_context(Client(url)) for _ in range(CLIENTS)]
+    with ThreadPoolExecutor(USERS) as pool:
         began = time.perf_counter()
-        list(pool.map(submit, range(CLIENTS)))
-        return taken, time.perf_counter() - began
+        list(pool.map(submit, range(USERS)))
+    return taken, time.perf_counter() - began
 
 
-def cpu_seconds(process: int) -> float:
-    """What a process has used."""
+def _cpu_seconds(process: int) -> float:
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def claim_all(store: str) -> list[str]:
-    """The jobs that workers claimed, in threads with connections of their own."""
-    claimed: list[str] = []
-
-    def work(name: int) -> None:
-        with opened(store) as jobs:
-            queue = Queue(jobs)
-            while (job := queue.claim(f"w{name}", 60.0)) is not None:
-                claimed.append(job.id)
-                queue.finish(job.id, f"w{name}", JobEnd(State.OPTIMAL, answer="{}"))
-
-    with ThreadPoolExecutor(WORKERS) as pool:
-        list(pool.map(work, range(WORKERS)))
-    return claimed
+# --- Turns --------------------------------------------------------------------------------------
 
 
-def row(name: str, store: str, pause: float) -> str:
-    """A line of the table."""
-    load = os.getloadavg()[0]
-    with served(store) as (url, process):
-        used = cpu_seconds(process)
-        taken, seconds = submit_all(url, pause)
-        used = cpu_seconds(process) - used
-    with opened(store) as jobs:
-        stored = sum(jobs.counts().values())
-    claimed = claim_all(store)
-    ordered = sorted(taken)
-    cells = (
-        name, "paced" if pause else "at once", f"{load:.1f}", f"{len(taken) / seconds:.0f}",
-        f"{1e3 * statistics.median(ordered):.1f} ms",
-        f"{1e3 * ordered[int(0.95 * len(ordered))]:.1f} ms", f"{1e3 * ordered[-1]:.0f} ms",
-        f"{1e3 * used / stored:.1f} ms", stored, len(claimed), len(claimed) - len(set(claimed)),
-    )  # fmt: skip
-    return f"| {' | '.join(map(str, cells))} |\n"
+def turns() -> None:
+    """Whether equal users wait alike, and each job is answered once."""
+    with stores() as found:
+        rows = [{"store": name} | taken(store) for name, store in found.items()]
+    put(
+        "## Equal users",
+        f"""\
+`turns`: {USERS} users submit {EACH} job shops each, all at once, to two servers on one store, each
+with eight workers; jobs take 0.1 to 3 s, the same for each user in an order of its own. They are
+stubs without a search, as {USERS * EACH} searches would measure two cores and not the queue. Waits
+are means of a user, from acceptance to the beginning. On {MACHINE}.
 
-
-def main() -> None:
-    """Measure, print and write the table."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shared"))
-    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-    text = HEAD.format(
-        submissions=CLIENTS * EACH,
-        clients=CLIENTS,
-        workers=WORKERS,
-        machine=machine,
-        nice=os.getpriority(os.PRIO_PROCESS, 0),
+{table(rows)}""",
     )
-    with tempfile.TemporaryDirectory() as folder:
-        for pause in (1.0, 0.0):
-            text += row("SQLite", f"sqlite:///{folder}/jobs{pause:g}.sqlite", pause)
-    if any(Path("/usr/lib/postgresql").glob("*/bin/initdb")):
-        from postgres import postgres_server
 
-        with postgres_server() as server:
-            for pause in (1.0, 0.0):
-                text += row("PostgreSQL", server.new_database(), pause)
-    put(HEADING, text)
 
+def taken(store: str) -> Row:
+    """What became of the jobs of all users, on an empty store."""
+    lengths = [0.1 * 30.0 ** (n / (EACH - 1)) for n in range(EACH)]
+    with opened(store) as jobs:
+        tokens = [Tokens(jobs.engine).create(f"user{n}", Scope.SUBMIT) for n in range(USERS)]
+    began = time.time()
+    with servers(store, 2, workers=8, code=stub()) as both:
+
+        def submit(user: int) -> None:
+            order = random.Random(user).sample(lengths, EACH)
+            with Client(both[user % 2].url, tokens[user]) as client:
+                for n, seconds in enumerate(order):
+                    request = SHOP | {"seed": user * EACH + n, "time_limit": seconds}
+                    client.submit("jobshop", json.dumps(request))
+
+        with ThreadPoolExecutor(USERS) as pool, opened(store) as jobs:
+            list(pool.map(submit, range(USERS)))
+            while any(count for state, count in jobs.counts().items() if state not in ENDED):
+                time.sleep(1.0)
+            with jobs.engine.connect() as database:
+                columns = (JOBS.c.user, JOBS.c.created, JOBS.c.started, JOBS.c.state)
+                known = database.execute(sa.select(*columns)).all()
+                told = database.execute(sa.select(EVENTS.c.job, EVENTS.c.name)).all()
+    begun = Counter(job for job, event in told if event == "solving")
+    waits: dict[str, list[float]] = {}
+    for user, created, started, _ in known:
+        waits.setdefault(user, []).append(started - created)
+    means = sorted(map(statistics.mean, waits.values()))
+    return {
+        "users": len(waits),
+        "jobs": len(known),
+        "seconds": f"{time.time() - began:.0f}",
+        "lost": USERS * EACH - len(known),
+        "twice": sum(count > 1 for count in begun.values()),
+        "failed": sum(one.state == "failed" for one in known),
+        "mean wait": f"{statistics.mean(means):.1f} s",
+        "least": f"{means[0]:.1f} s",
+        "greatest": f"{means[-1]:.1f} s",
+        "greatest / least": f"{means[-1] / means[0]:.2f}",
+    }
+
+
+PARTS = {
+    "accept": accept, "turns": turns, "watchers": service_watchers.main,
+    "faults": service_faults.main, "week": service_week.main,
+}  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    for part in sys.argv[1:] or PARTS:
+        PARTS[part]()

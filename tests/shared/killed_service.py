@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -41,12 +41,13 @@ runpy.run_module("stagewright", run_name="__main__")
 
 @dataclass
 class Served:
-    """``stagewright serve`` on a store, always at the same port."""
+    """``stagewright serve`` on a store, always at the same port; ``code`` starts it."""
 
     store: str
     folder: Path
     workers: int = 2
     options: tuple[str, ...] = ()
+    code: str = SERVE
     port: int = field(default_factory=lambda: free_port())
     process: subprocess.Popen[str] | None = None
 
@@ -62,7 +63,7 @@ class Served:
     def start(self) -> None:
         """Start it, and wait until it serves."""
         given = ("--port", str(self.port), "--store", self.store, "--workers", str(self.workers))
-        command = [sys.executable, "-c", SERVE, "serve", *given, *self.options]
+        command = [sys.executable, "-c", self.code, "serve", *given, *self.options]
         self.process = subprocess.Popen(
             command, cwd=self.folder, text=True, stdout=subprocess.PIPE,
             stderr=(self.folder / "stderr").open("a"), env=os.environ | {"PYTHONUNBUFFERED": "1"},
@@ -88,11 +89,11 @@ class Served:
             os.kill(pid, signal.SIGKILL)
         return len(found)
 
-    def end(self) -> None:
-        """End it as its user would."""
+    def end(self, number: int = signal.SIGINT) -> None:
+        """End it as its user would, or by another signal."""
         if self.process is None:
             return
-        self.process.send_signal(signal.SIGINT)
+        self.process.send_signal(number)
         self.process.wait(PATIENCE)
         assert self.process.stdout is not None
         self.process.stdout.close()
@@ -143,14 +144,17 @@ class Accepted:
     unanswered: int = 0
     small: bool = False
 
-    def submit(self, url: str, random_: random.Random, done: threading.Event) -> None:
-        """Submit until it is accepted; with a key even after it was, as who lost the answer."""
+    def submit(self, urls: Sequence[str], random_: random.Random, done: threading.Event) -> None:
+        """Submit until one of the servers accepts it.
+
+        With a key even after it was accepted, as who lost the answer.
+        """
         kind, request = request_of(random_, self.small)
         key = random_.choice([None, f"key {random_.randrange(10**12)}"])
         times = 1 if key is None else random_.choice([1, 2])
         while times and not done.is_set():
             try:
-                with Client(url) as client:
+                with Client(random_.choice(urls)) as client:
                     found = client.submit(kind, request, key=key)
             except (httpx.HTTPError, ServiceError) as error:
                 if isinstance(error, ServiceError) and error.status != 503:
@@ -166,7 +170,7 @@ class Accepted:
 
 @contextmanager
 def submitting(
-    url: str, clients: int, pause: float, seed: int = 0, *, small: bool = False
+    urls: Sequence[str], clients: int, pause: float, seed: int = 0, *, small: bool = False
 ) -> Iterator[Accepted]:
     """Clients that submit all the time, each after a pause of about so many seconds."""
     accepted, done = Accepted(small=small), threading.Event()
@@ -174,7 +178,7 @@ def submitting(
     def client(number: int) -> None:
         own = random.Random(f"{seed} {number}")
         while not done.wait(own.uniform(0, 2 * pause)):
-            accepted.submit(url, own, done)
+            accepted.submit(urls, own, done)
 
     with ThreadPoolExecutor(clients) as pool:
         running = [pool.submit(client, number) for number in range(clients)]
