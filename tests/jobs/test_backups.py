@@ -17,7 +17,7 @@ from postgres import PostgreSQL
 pytest.importorskip("alembic", reason="the service is not installed")
 
 from stagewright.service.http import tokens
-from stagewright.service.http.tokens import Caller, Scope, Tokens
+from stagewright.service.http.tokens import Scope, Tokens
 from stagewright.service.jobs.queue import Queue
 from stagewright.service.jobs.records import JobEnd, State
 from stagewright.service.jobs.store import ServiceStore
@@ -74,7 +74,9 @@ def require_whole(url: str, before: list[str]) -> None:
         claimed += 1
     assert claimed == counts[State.SOLVING] + counts[State.QUEUED]
     assert restored.submit("ann", "plan", '{"n":0}', key="0")[0].id == before[0]
-    assert Tokens(restored.engine).caller(TOKEN) == Caller("ann", Scope.ADMIN)
+    caller = Tokens(restored.engine).caller(TOKEN)
+    assert caller is not None
+    assert (caller.user, caller.scope) == ("ann", Scope.ADMIN)
     restored.close()
 
 

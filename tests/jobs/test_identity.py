@@ -23,7 +23,7 @@ from sqlalchemy import event
 
 from stagewright.client import Client
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service.http import jobs, tokens
+from stagewright.service.http import admin, jobs, tokens
 from stagewright.service.http.app import create_app
 from stagewright.service.http.audit import audited
 from stagewright.service.http.guard import Service
@@ -367,16 +367,18 @@ def test_a_token_that_is_used_is_written_once_in_an_hour(store: ServiceStore) ->
     assert [one.used for one in of.all()] == [began + 3605.0]
 
 
+@pytest.mark.parametrize("of_job", [True, False])
 @pytest.mark.parametrize("how", ["revoked", "expired", "closed"])
 def test_a_stream_ends_with_its_token(
-    store: ServiceStore, monkeypatch: pytest.MonkeyPatch, how: str
+    store: ServiceStore, monkeypatch: pytest.MonkeyPatch, how: str, of_job: bool
 ) -> None:
     """Soon, though nothing happens to its job; that of a service that is open, with the first."""
     for module in (tokens, jobs):
         monkeypatch.setattr(module, "SEEN_SECONDS", 0.05)
+    monkeypatch.setattr(admin, "LEAST_SECONDS", 0.05)
     job, _ = store.submit("local" if how == "closed" else "ann", "plan", "{}")
     of = Tokens(store.engine)
-    token = None if how == "closed" else of.create("ann", Scope.READ, 3600.0)
+    token = None if how == "closed" else of.create("ann", Scope.ADMIN, 3600.0)
     app = create_app(Service(store, open_to_all=how == "closed"))
     given = [("Host", "localhost")] if token is None else [bearer(token)]
 
@@ -394,7 +396,8 @@ def test_a_stream_ends_with_its_token(
         return await told
 
     async def stream() -> Answer:
-        return await asked(app, scope_of(f"/v1/jobs/{job.id}/events", given, "127.0.0.1"))
+        path = f"/v1/jobs/{job.id}/events" if of_job else "/v1/admin/events"
+        return await asked(app, scope_of(path, given, "127.0.0.1"))
 
     found = asyncio.run(run())
     assert found.status == 200

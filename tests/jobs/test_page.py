@@ -193,7 +193,7 @@ def test_the_page_and_the_command_know_whose_costs_are_seconds(client: TestClien
     (timed,) = re.findall(r"TIMED = new Set\((\[.*?\])\)", client.get("/page/dom.js").text)
     assert set(json.loads(timed)) == {name for name, kind in KINDS.items() if kind.timed}
     job = {field.name: None for field in fields(JobState)} | {"cost": 0.025, "bound": None}
-    units = [_row(JobState(**job | {"kind": kind}))[4:6] for kind in ("plan", "jobshop")]
+    units = [_row(JobState(**job | {"kind": kind}), ())[4:6] for kind in ("plan", "jobshop")]
     assert units == [("25 ms", "-"), ("0.025 units", "-")]
 
 
@@ -503,7 +503,7 @@ def test_older_jobs_are_on_further_pages(tmp_path: Path) -> None:
 
 @in_a_browser
 def test_an_administrator_sees_the_queue_and_stops_a_job_by_keys(tmp_path: Path) -> None:
-    store = ServiceStore(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
+    store = ServiceStore(f"sqlite:///{tmp_path / STORE}")
     title = "a-name-that-never-ends-" * 8
     requests = [plan_request(microbatches=2 + i) for i in range(120)]
     jobs = [store.submit("u" * 90, "plan", one, title=title)[0].id for one in requests]
