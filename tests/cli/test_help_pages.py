@@ -92,5 +92,5 @@ def test_command_lines_of_the_documentation_have_options_of_their_commands() -> 
     lines = documented()
     assert len(lines) > 40
     for line in lines:
-        _, name, *arguments = shlex.split(line)
+        _, name, *arguments = shlex.split(line, comments=True)
         COMMANDS[name].make_context(name, arguments)
