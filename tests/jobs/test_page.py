@@ -2,11 +2,7 @@
 
 import json
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
@@ -21,6 +17,7 @@ from fastapi.testclient import TestClient
 from pages import CHROMIUM
 from planning_jobs import TWO_JOBS, plan_request, traced
 from profiles import slow_after
+from served import served
 
 from stagewright.cli.serving import _row
 from stagewright.client import JobState
@@ -96,19 +93,7 @@ def test_every_kind_has_an_example_that_is_a_request(kind: str, client: TestClie
 # --- In a browser ---------------------------------------------------------------------------------
 
 
-@contextmanager
-def serving(folder: Path, workers: int = 1) -> Iterator[str]:
-    """The address of a server on a store in a folder."""
-    command = [sys.executable, "-m", "stagewright", "serve", "--port", "0",
-               "--workers", str(workers), "--store", str(folder / "jobs.sqlite")]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        try:
-            yield line.removeprefix("serving at ").strip()
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
+STORE = "jobs.sqlite"
 
 
 @dataclass(frozen=True)
@@ -123,7 +108,7 @@ class Site:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("page")
-    with serving(folder) as url, browsing(folder) as browser:
+    with served(folder, "--store", STORE) as (url, _), browsing(folder) as browser:
         browser.open(f"{url}/#/new", 1400)
         jobs = tuple(submitted(browser, "dp", count) for count in (8, 4))
         yield Site(url, browser, (jobs[0], jobs[1]))
@@ -504,7 +489,10 @@ def test_older_jobs_are_on_further_pages(tmp_path: Path) -> None:
     store.ask(jobs[0], JobEnding.STOP)
     store.close()
     links = "[...document.querySelectorAll('.list a')]"
-    with serving(tmp_path, workers=0) as url, browsing(tmp_path) as browser:
+    with (
+        served(tmp_path, "--store", STORE, "--workers", "0") as (url, _),
+        browsing(tmp_path) as browser,
+    ):
         browser.open(url, 360)
         browser.await_that(f"{links}.length === 20")
         browser.run("document.querySelector('.list + .buttons a').click()")
@@ -524,7 +512,10 @@ def test_an_administrator_sees_the_queue_and_stops_a_job_by_keys(tmp_path: Path)
     requests = [plan_request(microbatches=2 + i) for i in range(120)]
     jobs = [store.submit("u" * 90, "plan", one, title=title)[0].id for one in requests]
     rows = "[...document.querySelectorAll('section:nth-of-type(2) .admin tbody tr')]"
-    with serving(tmp_path, workers=0) as url, browsing(tmp_path) as browser:
+    with (
+        served(tmp_path, "--store", STORE, "--workers", "0") as (url, _),
+        browsing(tmp_path) as browser,
+    ):
         browser.open(f"{url}/admin", 1400)
         browser.await_that(f"{rows}.length === 20 && !document.querySelector('#admin').hidden")
         browser.run("document.querySelector('[data-key=more]').click()")
@@ -562,7 +553,10 @@ def test_a_first_plan_of_which_nothing_is_heard_is_explained(tmp_path: Path) -> 
     queue, warm = Queue(store), "[...document.querySelectorAll('p.told')].find((one) => "
     warm += "one.textContent.includes('compiles its kernels'))"
     queue.claim("w", 600.0)
-    with serving(tmp_path, workers=0) as url, browsing(tmp_path) as browser:
+    with (
+        served(tmp_path, "--store", STORE, "--workers", "0") as (url, _),
+        browsing(tmp_path) as browser,
+    ):
         browser.open(f"{url}/#/jobs/{job.id}", 768)
         browser.await_that(f"{warm} && !{warm}.hidden")
         queue.improve(job.id, "w", None, 0.5)
@@ -579,7 +573,7 @@ def test_a_token_is_asked_for_and_kept_for_the_session(tmp_path: Path) -> None:
     store.close()
     give = """document.querySelector('#token-text').value = '{}';
       document.querySelector('#token').requestSubmit()"""
-    with serving(tmp_path) as url, browsing(tmp_path) as browser:
+    with served(tmp_path, "--store", STORE) as (url, _), browsing(tmp_path) as browser:
         browser.open(url, 360)
         asked = "document.querySelector('#token:not([hidden])')"
         browser.await_that(asked)
