@@ -71,8 +71,12 @@ class Queue:
             self._begin(database, row, worker, lease_seconds)
         return self.store.get(row.id)
 
-    def give_way(self, job: str, worker: str, lease_seconds: float) -> ServiceJob | None:
+    def give_way(
+        self, job: str, worker: str, lease_seconds: float, searched_seconds: float
+    ) -> ServiceJob | None:
         """Begin another job in place of this one, which is queued again with its plan.
+
+        It has so much less of its time limit left as it was searched for.
 
         None if it goes on: by `QueueRules`, because another one that runs is of a user who has used
         more, or because it has found nothing better since it gave way before. Raises
@@ -88,7 +92,7 @@ class Queue:
             row = self._next(database, gives.virtual_seconds, *self._without_plan())
             if row is None:
                 return None
-            spent = mine.spent_seconds + max(0.0, self._clock() - mine.started)
+            spent = mine.spent_seconds + searched_seconds
             values = {"attempts": mine.attempts - 1, "spent_seconds": spent, "spared": 1}
             self._give_back_lease(database, mine)
             self._begin(database, row, worker, lease_seconds)

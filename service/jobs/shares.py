@@ -123,7 +123,8 @@ def standing(
     for job, due, at in database.execute(select(places).where(places.c.id.in_(queued))):
         count = running.get(queued[job].user, 0)
         held = most_running is not None and count >= most_running
-        why = f"you have {count} jobs running, and may have {most_running}" if held else users
+        of = "1 job" if count == 1 else f"{count} jobs"
+        why = f"you have {of} running, and may have {most_running}" if held else users
         found[job] = f"{_ordinal(at)} in your turn, {why}"
         if due > now:
             found[job] = f"its worker was lost: it is begun again in {due - now:.0f} s"

@@ -166,7 +166,8 @@ class _JobRun:
         now = time.monotonic()
         self.doing, self.doing_since = "start", time.time()
         self.ends = now + worker.limits.seconds
-        self.renewed = now
+        self.renewed = self.searching = now
+        self.has_begun = False
         self.kill_at: float | None = None
         self.stopped_by: StoppedBy | None = None
         self.aborted, self.most_bytes = False, 0.0
@@ -204,6 +205,8 @@ class _JobRun:
         self.doing, self.doing_since = next_doing, now
 
     def _write(self, better: Better) -> None:
+        if not (self.has_begun or better.doing):  # until now it started, and compiled kernels
+            self.has_begun, self.searching = True, time.monotonic()
         with contextlib.suppress(SQLAlchemyError):  # the next one may be stored
             self.worker.queue.improve(
                 self.job.id, self.worker.name, better.cost, better.bound, better.document,
@@ -222,7 +225,8 @@ class _JobRun:
                 self._hear(self.worker.queue.renew(*mine))
                 self.renewed = now
                 if self.kill_at is None and not self.worker.stopping.is_set():
-                    self.gave_way_to = self.worker.queue.give_way(*mine)
+                    searched = now - self.searching
+                    self.gave_way_to = self.worker.queue.give_way(*mine, searched)
         if now > self.ends and self.kill_at is None:
             self._ask_to_stop(StoppedBy.TIME)
         if resident_bytes > limits.memory_bytes:

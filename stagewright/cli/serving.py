@@ -369,7 +369,7 @@ def _print(found: "Sequence[JobState]", *more: str) -> None:
         say("units: those of the request's times or memory")
 
 
-def _row(one: "JobState", more: "Sequence[str]") -> tuple[str, ...]:
+def _row(one: "JobState", more: "Sequence[str]" = ()) -> tuple[str, ...]:
     cost, bound = (_amount(one, value) for value in (one.cost, one.bound))
     told = (getattr(one, name) for name in more)
     return one.id, one.kind, one.user, one.state, cost, bound, percent(one.gap), *told

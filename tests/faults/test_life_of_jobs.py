@@ -389,7 +389,7 @@ class Life(RuleBasedStateMachine):
             return
         assert job.worker is not None
         worker, expected = job.worker, self.oracle.gives_way(job, self.clock.now)
-        begun = self.queue.give_way(job.id, worker, LEASE)
+        begun = self.queue.give_way(job.id, worker, LEASE, 1.0)
         assert (begun and begun.id) == (expected and expected.id)
         if expected is not None:
             self.oracle.give_way(job, expected, worker, self.clock.now)

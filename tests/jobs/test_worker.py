@@ -139,7 +139,7 @@ def test_a_job_with_a_plan_gives_way_to_one_without_and_goes_on(
         again = awaited(store, long.id, lambda one: one.state is State.SOLVING)
         assert again.document is not None
         assert again.attempts == 1
-        assert again.spent_seconds > 0.5
+        assert 0.0 < again.spent_seconds < 600.0
         store.ask(long.id, JobEnding.STOP)
         assert ended(store, long.id).state is State.FEASIBLE
     names = [one.name for one in store.events(long.id) if one.name != "progress"]

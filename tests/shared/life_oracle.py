@@ -224,8 +224,8 @@ class Oracle:
             if one.state == "solving" and one.document is not None and one.asked is None
             and now - (one.started or 0.0) >= self.preempt and not one.spared
         ]  # fmt: skip
-        first = max(
-            may, key=lambda one: (self.shares[one.user].used, -(one.started or 0.0)), default=None
+        first = min(
+            may, key=lambda one: (-self.shares[one.user].used, one.started, one.id), default=None
         )
         waiting = [
             one for one in self.jobs.values()
@@ -236,8 +236,8 @@ class Oracle:
         return min(waiting, key=self.turn, default=None) if first is job else None
 
     def give_way(self, job: KnownJob, other: KnownJob, worker: str, now: float) -> None:
-        self.give_back_lease(job, now)
         self.claim(other, worker, now)
+        self.give_back_lease(job, now)
         job.spared = True
         self.queue_again(job, now)
 
