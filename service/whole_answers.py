@@ -25,10 +25,9 @@ from stagewright.service.layouts.requests import LayoutAnswer, LayoutMemoryAnswe
 from stagewright.service.layouts.tuning import TuneAnswer
 from stagewright.service.operators.dividing import DivideAnswer
 from stagewright.service.operators.plans import PlaceAnswer
-from stagewright.service.pipelines.answers import PartitionAnswer, PlanAnswer
+from stagewright.service.pipelines.answers import PartitionAnswer, PlanAnswer, WhatIfAnswer
 from stagewright.service.pipelines.requests import PlanRequest
 from stagewright.service.pipelines.sweeping import SweepAnswer
-from stagewright.service.pipelines.what_if import WhatIfAnswer
 from stagewright.service.requests import Request
 from stagewright.service.schedules.requests import (
     JobShopAnswer,

@@ -31,9 +31,13 @@ if TYPE_CHECKING:
     from stagewright.graphs.machines.cluster import Cluster
     from stagewright.graphs.models.chain import Chain
     from stagewright.service.layouts.difference import LayoutDifference
-    from stagewright.service.pipelines.answers import CompareAnswer, PartitionAnswer
+    from stagewright.service.pipelines.answers import (
+        CompareAnswer,
+        PartitionAnswer,
+        WhatIfAnswer,
+        WhatIfRow,
+    )
     from stagewright.service.pipelines.sweeping import SweepAnswer, SweepRow
-    from stagewright.service.pipelines.what_if import WhatIfAnswer, WhatIfRow
     from stagewright.solvers.planners.steps.proposal import Choices
 
 

@@ -23,8 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from stagewright.cli.serving import ServeOptions
 from stagewright.service.http.app import create_app
 from stagewright.service.http.guard import Service
-from stagewright.service.http.webhooks import Deliverer, Webhooks
-from stagewright.service.jobs.queue import Deliveries
+from stagewright.service.http.webhooks import Deliverer, Deliveries, Webhooks
 from stagewright.service.jobs.records import State
 from stagewright.service.jobs.store import ServiceStore
 from stagewright.service.metrics import DELIVERED

@@ -13,9 +13,9 @@ from stagewright.graphs.machines.cluster import Cluster, Device, Link, from_matr
 from stagewright.graphs.machines.parts import with_faster_links, with_one_more
 from stagewright.service.engines import Engine
 from stagewright.service.pipelines import planning
-from stagewright.service.pipelines.answers import PlanAnswer
+from stagewright.service.pipelines.answers import PlanAnswer, WhatIfRow
 from stagewright.service.pipelines.requests import PlanRequest
-from stagewright.service.pipelines.what_if import WhatIfRow, what_if
+from stagewright.service.pipelines.what_if import what_if
 from stagewright.solvers.planning import plan
 
 

@@ -30,7 +30,7 @@ from stagewright.service.pipelines.requests import PlanRequest
 from stagewright.service.pipelines.sweeping import SweepAnswer, SweepRequest, SweepRow
 
 if TYPE_CHECKING:
-    from stagewright.service.pipelines.what_if import WhatIfAnswer
+    from stagewright.service.pipelines.answers import WhatIfAnswer
 
 
 class SweepOptions(Served, Printed):
@@ -214,7 +214,7 @@ def what_if(asked: Asked[PlanRequest], given: WhatIfOptions) -> int:
 
 
 def _changed(request: PlanRequest, given: WhatIfOptions) -> "WhatIfAnswer":
-    from stagewright.service.pipelines.what_if import WhatIfAnswer
+    from stagewright.service.pipelines.answers import WhatIfAnswer
 
     with interruptible() as stop, progress("planning", stop) as on_progress:
         if given.server is not None:
