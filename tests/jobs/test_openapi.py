@@ -112,7 +112,7 @@ OPERATIONS = [
 
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
-@examples(60, quick=3, phases=UNSHRUNK)
+@examples(60, quick=2, phases=UNSHRUNK)
 @given(data=st.data())
 def test_every_call_is_answered_as_it_is_described(
     served: Served, method: str, path: str, data: Any
