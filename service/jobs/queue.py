@@ -113,7 +113,7 @@ class Queue:
             _write(database, job, leased_until=until)
             # Of clocks that jump nobody is charged.
             paid = min(max(0.0, until - row.leased_until), lease_seconds)
-            shares.charge(database, row.user, paid)
+            shares.charge(database, row.user, paid, self._clock())
         return None if row.asked is None else JobEnding(row.asked)
 
     def improve(
@@ -236,7 +236,7 @@ class Queue:
             database, row.id, state=State.SOLVING, worker=worker, leased_until=now + lease_seconds,
             attempts=JOBS.c.attempts + 1, started=now, asked=None,
         )  # fmt: skip
-        shares.charge(database, row.user, lease_seconds)
+        shares.charge(database, row.user, lease_seconds, now)
         self._tell(database, row.id, State.SOLVING)
 
     def _giving_way(self) -> Select[Any]:
@@ -254,7 +254,7 @@ class Queue:
     def _give_back_lease(self, database: Connection, row: Any) -> None:
         """What is left of a lease is not the user's to pay."""
         left = row.leased_until - max(self._clock(), row.started)
-        shares.charge(database, row.user, -max(0.0, left))
+        shares.charge(database, row.user, -max(0.0, left), self._clock())
 
     def _lose(self, database: Connection, row: Any) -> None:
         """Queue a job again whose server is lost, after a pause, or end it.

@@ -5,14 +5,15 @@ seconds of workers used, divided by the user's weight. Whoever waits with the le
 turn. How long a job takes is not known before; so its worker's lease is paid at the claim and at
 each renewal, and what is left of it is given back at the end, as Kubernetes corrects its guess of
 a request's time (API priority and fairness). The system's virtual time is the least of those who
-wait: a user who begins to wait starts there at least, and so has saved up nothing. While nobody
-waits nothing is owed: it is the greatest of those who run then, or else of all.
+wait, without the leases that they have paid ahead: a user who begins to wait starts there at least,
+and so has saved up nothing. While nobody waits nothing is owed: it is the greatest of those who run
+then, or else of all.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, Subquery, func, select, text, update
+from sqlalchemy import Connection, Float, Subquery, bindparam, case, func, select, text, update
 
 from stagewright.service.jobs.records import ServiceJob, State
 from stagewright.service.jobs.rows import JOBS, SHARES
@@ -60,13 +61,23 @@ _TURNS = (
     .outerjoin(_COUNTS, _COUNTS.c.user == _WAITING.c.user)
     .order_by(_VIRTUAL, SHARES.c.since, _WAITING.c.user)
 )
+_LEFT = JOBS.c.leased_until - bindparam("now", type_=Float)
+_PAID = (
+    select(JOBS.c.user, func.sum(case((_LEFT > 0, _LEFT), else_=0.0)).label("ahead"))
+    .where(_RUNNING)
+    .group_by(JOBS.c.user)
+).subquery()
+_USED = SHARES.c.virtual_seconds - func.coalesce(_PAID.c.ahead, 0.0) / SHARES.c.weight
 _NOW = select(
     func.coalesce(
-        select(func.min(SHARES.c.virtual_seconds))
+        select(func.min(_USED))
+        .select_from(SHARES)
         .join(_WAITING, _WAITING.c.user == SHARES.c.user)
+        .outerjoin(_PAID, _PAID.c.user == SHARES.c.user)
         .scalar_subquery(),
-        select(func.max(SHARES.c.virtual_seconds))
-        .join(_COUNTS, _COUNTS.c.user == SHARES.c.user)
+        select(func.max(_USED))
+        .select_from(SHARES)
+        .join(_PAID, _PAID.c.user == SHARES.c.user)
         .scalar_subquery(),
         select(func.max(SHARES.c.virtual_seconds)).scalar_subquery(),
         0.0,
@@ -83,17 +94,17 @@ def enter(database: Connection, user: str, now: float) -> None:
     """Before a job is queued: a user who does not wait yet starts at the system's virtual time."""
     waits = select(JOBS.c.id).where(_QUEUED, JOBS.c.user == user).limit(1)
     if database.execute(waits).first() is None:
-        at = database.execute(_NOW).scalar_one()
+        at = database.execute(_NOW, {"now": now}).scalar_one()
         database.execute(_ENTER, {"user": user, "at": at, "now": now})
 
 
-def charge(database: Connection, user: str, seconds: float) -> None:
+def charge(database: Connection, user: str, seconds: float, now: float) -> None:
     """Add seconds of a worker, below 0 those that are given back, to what a user has used."""
     used = SHARES.c.virtual_seconds + seconds / SHARES.c.weight
     charged = update(SHARES).where(SHARES.c.user == user).values(virtual_seconds=used)
     if not database.execute(charged).rowcount:
-        at = database.execute(_NOW).scalar_one()
-        database.execute(_ENTER, {"user": user, "at": at + seconds, "now": 0.0})
+        at = database.execute(_NOW, {"now": now}).scalar_one()
+        database.execute(_ENTER, {"user": user, "at": at + seconds, "now": now})
 
 
 def keep_up(database: Connection, users: Sequence[str], virtual_seconds: float) -> None:

@@ -159,10 +159,10 @@ class Oracle:
     def enter(self, user: str, now: float) -> None:
         """A user who begins to wait has saved up nothing: the least that others have used is used.
 
-        While nobody waits nothing is owed.
+        What they have paid ahead is not used yet. While nobody waits nothing is owed.
         """
         queued, solving = (
-            [self.shares[one.user].used for one in self.jobs.values() if one.state == state]
+            [self.without_leases(one.user, now) for one in self.jobs.values() if one.state == state]
             for state in ("queued", "solving")
         )
         if any(one.state == "queued" for one in self.mine(user)):
@@ -171,6 +171,12 @@ class Oracle:
         at = min(queued) if queued else max(solving or everybody, default=0.0)
         share = self.shares[user]
         share.used, share.since = max(share.used, at), now
+
+    def without_leases(self, user: str, now: float) -> float:
+        ahead = sum(
+            max(0.0, one.heard + LEASE - now) for one in self.mine(user) if one.state == "solving"
+        )
+        return self.shares[user].used - ahead / self.shares[user].weight
 
     def charge(self, user: str, seconds: float) -> None:
         self.shares[user].used += seconds / self.shares[user].weight
