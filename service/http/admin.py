@@ -11,7 +11,7 @@ from pydantic import BaseModel, TypeAdapter
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from stagewright.service.http.guard import Administrator, Reader, Service, Serving
-from stagewright.service.http.jobs import READERS, alarm, counted, may_go_on
+from stagewright.service.http.jobs import READERS, Alarm, counted, may_go_on
 from stagewright.service.http.openapi import GUARDED, refused
 from stagewright.service.http.tokens import Caller, Scope
 from stagewright.service.jobs.overview import Overview, overview
@@ -54,16 +54,16 @@ async def stream_overviews(
 async def _overviews(
     service: Service, caller: Caller, request: Request
 ) -> AsyncIterator[ServerSentEvent]:
-    (woken, wake), store = alarm(), service.store
+    news, store = Alarm(), service.store
     with ExitStack() as stack:
         for name in (*State, "asked"):
-            stack.enter_context(store.signals.subscribed(wake, name=name))
+            stack.enter_context(store.signals.subscribed(news.wake, name=name))
         while not await request.is_disconnected():
-            woken.clear()
+            news.clear()
             began = time.monotonic()
             found = await run_sync(overview, store, limiter=READERS)
             yield ServerSentEvent(_JSON.dump_json(found).decode(), event="overview")
             # A store that answers slowly is asked the less often.
             await asyncio.sleep(max(LEAST_SECONDS, 10 * (time.monotonic() - began)))
-            if not await may_go_on(service, caller, woken, MOST_SECONDS):
+            if not await may_go_on(service, caller, news, MOST_SECONDS):
                 return

@@ -1,11 +1,12 @@
 """Who calls a route, what the caller may do, and which jobs are the caller's."""
 
+import asyncio
 import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, TypeGuard
+from typing import Annotated, Any, TypeGuard
 
 from fastapi import Depends, HTTPException, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
@@ -32,8 +33,9 @@ class Service:
     ``open_to_all``: for one machine alone, and without tokens until the first is made. ``rate``
     limits the requests of each user, and those without a valid token of each address. ``webhooks``
     None: none are sent. ``proxies`` are those that are trusted. ``streams`` of events are read now,
-    by user. ``silent``: for how many seconds one of this server's workers has not been seen to go
-    on.
+    by user, and ``looks`` are those at the events of a job after a number that go on now, with
+    their beginnings. ``silent``: for how many seconds one of this server's workers has not been
+    seen to go on.
     """
 
     store: ServiceStore
@@ -44,6 +46,7 @@ class Service:
     proxies: Proxies = field(default_factory=Proxies)
     tokens: Tokens = field(init=False)
     streams: Counter[str] = field(default_factory=Counter)
+    looks: dict[tuple[str, int], tuple[float, asyncio.Task[Any]]] = field(default_factory=dict)
     silent: Callable[[], float] = float
     _closed: threading.Event = field(default_factory=threading.Event)
 

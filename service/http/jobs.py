@@ -5,7 +5,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from functools import partial
 from typing import Annotated
@@ -41,6 +41,7 @@ _TEXTS = {name: {"type": "string"} for name in ("id", "event", "data")}
 _EVENT: Responses = {
     200: {"content": {"text/event-stream": {"schema": {"type": "object", "properties": _TEXTS}}}}
 }
+_News = tuple[ServiceJob | None, list[tuple[int, ServerSentEvent]]]
 router = APIRouter(prefix="/v1/jobs", responses=refused(*GUARDED, 404))
 
 
@@ -152,35 +153,62 @@ async def counted(
             del streams[user]
 
 
-def alarm() -> tuple[asyncio.Event, Callable[[], None]]:
-    """An event of this task's loop, and what sets it from any thread."""
-    woken, loop = asyncio.Event(), asyncio.get_running_loop()
+class Alarm(asyncio.Event):
+    """An event of this task's loop that any thread may set.
 
-    def wake() -> None:
+    ``rung`` is when one did, the last time, or when it was made, on the clock of `time.monotonic`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rung, self._of = time.monotonic(), asyncio.get_running_loop()
+
+    def wake(self) -> None:
+        """Set it, from any thread."""
+        self.rung = time.monotonic()
         with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(woken.set)
-
-    return woken, wake
+            self._of.call_soon_threadsafe(self.set)
 
 
 async def _stream(
     service: Service, caller: Caller, job: str, after: int, request: Request
 ) -> AsyncIterator[ServerSentEvent]:
     """Every event of a job, until it has ended, or the caller may read no more."""
-    (woken, wake), store = alarm(), service.store
-    with store.signals.subscribed(wake, job=job):
+    news = Alarm()
+    with service.store.signals.subscribed(news.wake, job=job):
+        news.rung = time.monotonic()
         while not await request.is_disconnected():
-            woken.clear()
-            found, told = await run_sync(_read, store, job, after, limiter=READERS)
-            for one in told:
-                after = one.number
-                data = json.dumps(json.loads(one.data) | {"at": one.at})
-                yield ServerSentEvent(data, event=one.name, id=str(one.number))
+            news.clear()
+            found, told = await _shared(service, job, after, news.rung)
+            for number, one in told:
+                after = number
+                yield one
             more = len(told) == EVENTS_READ
             if not more and (found is None or found.has_ended):
                 return
-            if not await may_go_on(service, caller, woken, 0.0 if more else LOOK_SECONDS):
+            if not await may_go_on(service, caller, news, 0.0 if more else LOOK_SECONDS):
                 return
+            if not news.is_set():
+                news.rung = time.monotonic()
+
+
+async def _shared(service: Service, job: str, after: int, since: float) -> _News:
+    """The job and its events after that number: one look of all streams that wait for it.
+
+    The look began at ``since`` or later, on the clock of `time.monotonic`.
+    """
+    began, looks = time.monotonic(), service.looks
+    known = looks.get((job, after))
+    if known is None or known[0] < since:
+        task = asyncio.create_task(run_sync(_read, service.store, job, after, limiter=READERS))
+        known = looks[job, after] = began, task
+
+        def forget(_: asyncio.Task[_News]) -> None:
+            if looks.get((job, after)) is known:
+                del looks[job, after]
+
+        task.add_done_callback(forget)
+    return await asyncio.shield(known[1])
 
 
 async def may_go_on(service: Service, caller: Caller, woken: asyncio.Event, seconds: float) -> bool:
@@ -195,6 +223,11 @@ async def may_go_on(service: Service, caller: Caller, woken: asyncio.Event, seco
     return False
 
 
-def _read(store: ServiceStore, job: str, after: int) -> tuple[ServiceJob | None, list[Event]]:
+def _read(store: ServiceStore, job: str, after: int) -> _News:
     # The job is read before its events, so that those of its end are not missed.
-    return store.get(job), store.events(job, after)
+    return store.get(job), [(one.number, _sent(one)) for one in store.events(job, after)]
+
+
+def _sent(one: Event) -> ServerSentEvent:
+    data = json.dumps(json.loads(one.data) | {"at": one.at})
+    return ServerSentEvent(data, event=one.name, id=str(one.number))

@@ -54,7 +54,7 @@ class Curve {
 const webhook = (told) => told && [`webhook ${told.state}`, told.attempts > 1 && `after ${told.attempts} attempts`,
   told.reason && `(${told.reason})`].filter(Boolean).join(" ");
 
-const how = (job) => [job.finished !== null && job.started !== null && `${age(job.started, job.finished)} of search`,
+const how = (job) => [job.waits, job.finished !== null && job.started !== null && `${age(job.started, job.finished)} of search`,
   job.stopped_by && `stopped by ${job.stopped_by}`, job.reason,
   webhook(job.webhook),
   job.cached_from && `answered before, by ${job.cached_from.slice(0, 8)}`].filter(Boolean).join(" · ");

@@ -6,7 +6,7 @@ const REFRESH_SECONDS = 5, PAGE = 20;
 const HEAD = ["<compare", "<job", "<what", "<state", "cost", "bound", "gap", "age"];
 const chosen = new Set();
 
-export const state = (job) => make("span", {class: `state ${job.state}`}, job.state);
+export const state = (job) => make("span", {class: `state ${job.state}`, title: job.waits}, job.state);
 
 function row(job, changed) {
   const box = make("input", {type: "checkbox", "aria-label": `compare ${job.id.slice(0, 8)}`,
