@@ -522,7 +522,7 @@ def test_an_administrator_sees_the_queue_and_stops_a_job_by_keys(tmp_path: Path)
         browser.run(f"{rows}[0].querySelector('button').focus()")
         browser.press(" ", 32)
         store.submit("ann", "jobshop", TWO_JOBS, priority=5)
-        browser.await_that(f"{rows}[0].textContent.includes('ann')")
+        browser.await_that(f"{rows}[1].textContent.includes('ann')")
         assert browser.run("document.activeElement.ariaLabel").endswith(f"{jobs[0][:8]}: sure?")
         assert store.get(jobs[0]).state == "queued"
         browser.press(" ", 32)

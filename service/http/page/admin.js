@@ -93,7 +93,7 @@ class Administration {
       click: () => { this.whole = true; this.draw(); }}, "Show more");
     list.replaceChildren(rows.length ? table(head, rows, list.section.firstChild.textContent) : make("p", {}, none));
     if (of > rows.length)
-      list.append(make("p", {class: "buttons"}, more, make("span", {class: "told"}, `${rows.length} of ${of}, by priority and age`)));
+      list.append(make("p", {class: "buttons"}, more, make("span", {class: "told"}, `${rows.length} of ${of}, by turn`)));
   }
 
   // Overviews as they are sent, or by asking where that fails.
