@@ -203,9 +203,11 @@ async def _shared(service: Service, job: str, after: int, since: float) -> _News
         task = asyncio.create_task(run_sync(_read, service.store, job, after, limiter=READERS))
         known = looks[job, after] = began, task
 
-        def forget(_: asyncio.Task[_News]) -> None:
+        def forget(ended: asyncio.Task[_News]) -> None:
             if looks.get((job, after)) is known:
                 del looks[job, after]
+            if not ended.cancelled():
+                ended.exception()  # is told to who waits for it, if anybody still does
 
         task.add_done_callback(forget)
     return await asyncio.shield(known[1])

@@ -12,6 +12,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from stagewright.service.jobs.records import State
 from stagewright.service.jobs.rows import DELIVERIES, EVENTS, JOBS, SHARES, TOKENS, WORKERS
+from stagewright.service.jobs.shares import PLACE
 from stagewright.service.jobs.store import ServiceStore
 
 ALIVE_SECONDS = 15.0  # since a worker was seen; the lease of a job
@@ -191,16 +192,14 @@ def _queue(
     store: ServiceStore, workers: tuple[WorkerRecord, ...], running: Mapping[str, int]
 ) -> tuple[WaitingJob, ...]:
     """The jobs whose turn comes first, those of a user by priority, and for what each waits."""
-    own = JOBS.c.priority.desc(), JOBS.c.created, JOBS.c.id
-    turn = sa.func.row_number().over(partition_by=JOBS.c.user, order_by=own).label("turn")
     asked = (
         sa.select(
             JOBS.c.id, JOBS.c.kind, JOBS.c.title, JOBS.c.user, JOBS.c.priority, JOBS.c.losses,
-            JOBS.c.due, sa.func.coalesce(_since(), JOBS.c.created).label("since"), turn,
+            JOBS.c.due, sa.func.coalesce(_since(), JOBS.c.created).label("since"), PLACE,
         )
         .outerjoin(SHARES, SHARES.c.user == JOBS.c.user)
         .where(JOBS.c.state == State.QUEUED)
-        .order_by("turn", sa.func.coalesce(SHARES.c.virtual_seconds, 0.0), JOBS.c.created)
+        .order_by("place", sa.func.coalesce(SHARES.c.virtual_seconds, 0.0), JOBS.c.created)
         .limit(LISTED)
     )  # fmt: skip
     now = store.clock()

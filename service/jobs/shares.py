@@ -18,6 +18,15 @@ from sqlalchemy import Connection, Float, Subquery, bindparam, case, func, selec
 from stagewright.service.jobs.records import ServiceJob, State
 from stagewright.service.jobs.rows import JOBS, SHARES
 
+# The place of a job in the turn of its user, of those that a query has.
+PLACE = (
+    func.row_number()
+    .over(
+        partition_by=JOBS.c.user,
+        order_by=(JOBS.c.priority.desc(), JOBS.c.created, JOBS.c.id),
+    )
+    .label("place")
+)
 _QUEUED = JOBS.c.state == State.QUEUED
 _RUNNING = JOBS.c.state == State.SOLVING
 _ENTER = text(
@@ -123,10 +132,8 @@ def standing(
 ) -> dict[str, str]:
     """Why each of the jobs that is queued waits, in words."""
     queued = {one.id: one for one in jobs if one.state is State.QUEUED}
-    order = JOBS.c.priority.desc(), JOBS.c.created, JOBS.c.id
-    place = func.row_number().over(partition_by=JOBS.c.user, order_by=order).label("place")
     mine = JOBS.c.user.in_({one.user for one in queued.values()})
-    places = select(JOBS.c.id, JOBS.c.due, place).where(_QUEUED, mine).subquery()
+    places = select(JOBS.c.id, JOBS.c.due, PLACE).where(_QUEUED, mine).subquery()
     waiting = turns(database)
     running = {one.user: one.running for one in waiting}
     users = "you alone wait" if len(waiting) < 2 else f"{len(waiting)} users wait"

@@ -293,12 +293,13 @@ class _Setting:
     def _window(self, starts: Blocks) -> WindowTimes:
         """The common problem's timetable of a plan; what the plan lacks ends when it is ready."""
         common, found = self.common, np.zeros(len(self.common.operations))
+        first, earlier = common.preceding
         for i in common.topological:
             one = common.operations[i]
             for kind in self._done_by(one.kind, one.layer - 1):
                 found[i] = np.nan_to_num(starts[kind][one.layer - 1, one.microbatch])
             if common.seconds[i] == 0:
-                before = common.edges[common.edges[:, 1] == i, 0]
+                before = earlier[first[i] : first[i + 1]]
                 found[i] = (found[before] + common.seconds[before]).max(initial=0.0)
         return WindowTimes.of_starts(common, found)
 
