@@ -436,7 +436,7 @@ def growth(discipline: Discipline) -> Growth:
         )
         for rows, allocation in zip(found, allocations, strict=True):
             rates = throughput(problem, allocation)
-            rows[present - 1, :present] = rates / problem.equal_throughput()
+            rows[present - 1, :present] = rates / (problem.fair_throughput() * problem.scale)
     return Growth(*found)
 
 

@@ -116,7 +116,7 @@ class DownAccelerators:
                     per_server=size if size and left and left % size == 0 else None,
                 )
             )
-            alone[np.ix_(table.scale > left, table.accelerator == position)] = 0.0
+            alone[(table.uses > left) & (table.accelerator == position)] = 0.0
         kept = np.flatnonzero(alone[table.first, table.worker] > 0)
         return replace(
             table,

@@ -105,7 +105,7 @@ def surviving(table: RateTable, left: Sequence[int]) -> RateTable:
             )
         accelerators.append(accelerator)
     room = np.array(left)[table.accelerator]
-    alone = np.where(table.scale[:, None] <= room, table.alone, 0.0)
+    alone = np.where(table.uses <= room, table.alone, 0.0)
     kept = (alone[table.first, table.worker] > 0) & (alone[table.second, table.worker] > 0)
     return replace(
         table,

@@ -149,11 +149,12 @@ class Mechanism:
         first = np.concatenate([row, pairs[0][here]]).astype(np.int64)
         second = np.concatenate([np.full(len(row), -1), pairs[1][here]]).astype(np.int64)
         worker = np.concatenate([workers[column], pairs[2][here]]).astype(np.int64)
+        uses = problem.uses[first, worker]
         queue = _Queue(
             first,
             second,
             worker,
-            problem.scale[first],
+            uses,
             np.concatenate([shares[row, workers[column]], pairs[3][here]]),
             np.full(len(first), self.round_seconds / 2),
             np.zeros(len(first)),
@@ -164,7 +165,7 @@ class Mechanism:
             ],
             [
                 (self._placement[on] == "spread", -scale)
-                for on, scale in zip(worker.tolist(), problem.scale[first].tolist(), strict=True)
+                for on, scale in zip(worker.tolist(), uses.tolist(), strict=True)
             ],
         )
         queue.owed[:] = [self._owed.get(key, 0.0) for key in queue.keys]

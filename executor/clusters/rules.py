@@ -1,11 +1,12 @@
 """Settings of a simulated cluster."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from stagewright.formulations.clusters.rates import RateTable, rate_table
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.workloads.jobs import Throughputs
+from stagewright.graphs.workloads.jobs import Kind, Throughputs
 from stagewright.graphs.workloads.pool import Pool
 
 MOST_ROUNDS = 1_000_000  # eleven years of rounds of six minutes
@@ -46,8 +47,13 @@ class ClusterRules:
             )
 
 
-def table_of(throughputs: Throughputs, pool: Pool, rules: ClusterRules) -> RateTable:
-    """Rates of every kind that can run in the pool, since jobs are not known in advance."""
+def table_of(
+    throughputs: Throughputs, pool: Pool, rules: ClusterRules, elastic: Iterable[Kind] = ()
+) -> RateTable:
+    """Rates of every kind that can run in the pool, since jobs are not known in advance.
+
+    ``elastic``: the kinds of jobs that choose among counts.
+    """
     known: dict[tuple[str, int], set[str]] = {}
     runs = set()
     counts = {accelerator.name: accelerator.count for accelerator in pool.accelerators}
@@ -55,7 +61,10 @@ def table_of(throughputs: Throughputs, pool: Pool, rules: ClusterRules) -> RateT
         known.setdefault((rate.model, rate.scale), set()).add(rate.accelerator)
         if rate.steps_per_second > 0 and rate.scale <= counts.get(rate.accelerator, 0):
             runs.add((rate.model, rate.scale))
-    kinds = [kind for kind, names in known.items() if kind in runs and names >= set(pool.names)]
+    kinds: list[Kind] = [
+        kind for kind, names in known.items() if kind in runs and names >= set(pool.names)
+    ]
+    every = [*kinds, *elastic]
     return rate_table(
-        throughputs, pool, kinds, space_sharing=rules.space_sharing, placement=rules.placement
+        throughputs, pool, every, space_sharing=rules.space_sharing, placement=rules.placement
     )

@@ -96,7 +96,7 @@ def run_cluster(
     table = rate_table(
         throughputs,
         pool,
-        [(each.job.model, each.job.scale) for each in jobs],
+        [each.job.kind for each in jobs],
         space_sharing=space_sharing,
         placement=placement,
     )
@@ -139,7 +139,7 @@ class _Scheduler:
         self.ray = ray
         self.jobs = [each.job for each in jobs]
         self.programs = [ray.cloudpickle.dumps(each.program) for each in jobs]
-        self.kinds = [table.index[job.model, job.scale] for job in self.jobs]
+        self.kinds = [table.index[job.kind] for job in self.jobs]
         self.table = table  # with the rates as measured
         self.allocate = allocate
         self.round_seconds = round_seconds

@@ -37,7 +37,7 @@ from stagewright.formulations.clusters.rates import RateTable
 from stagewright.formulations.forms.answers import StopToken, is_stopped
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.workloads.jobs import Entity, Job, Throughputs
+from stagewright.graphs.workloads.jobs import Entity, Job, Throughputs, counts_of
 from stagewright.graphs.workloads.pool import Pool
 
 Allocate = Callable[[AllocationProblem], Allocation]
@@ -96,7 +96,8 @@ def simulate_cluster(
     rules = rules or ClusterRules()
     if window is None:
         jobs = tuple(jobs)
-    table = table_of(throughputs, pool, rules)
+    elastic = [job.kind for job in jobs if job.counts] if isinstance(jobs, tuple) else []
+    table = table_of(throughputs, pool, rules, elastic)
     run = _ClusterRun(jobs, table, allocate, rules, entities, failures, window)
     return run.run(keep_assignments, on_progress, stop)
 
@@ -170,10 +171,11 @@ class _ClusterRun:
             if job.arrival_seconds > self.now:
                 return
             next(self.coming)
-            kind = self.table.index.get((job.model, job.scale))
+            kind = self.table.index.get(job.kind)
             if kind is None:
+                counts = " or ".join(map(str, counts_of(job.kind)))
                 raise InputError(
-                    f"job {job.name!r}: {job.model!r} on {job.scale} accelerators cannot run in "
+                    f"job {job.name!r}: {job.model!r} on {counts} accelerators cannot run in "
                     "this cluster, or some of its rates are missing"
                 )
             self.active[number] = _Active(number, job, kind, job.steps)

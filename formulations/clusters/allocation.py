@@ -47,8 +47,13 @@ class AllocationProblem:
 
     @property
     def scale(self) -> Ints:
-        """Accelerators that each job runs on at once."""
-        return self.table.scale[self.kind]
+        """The most accelerators that each job runs on at once."""
+        return np.asarray(self.table.uses.max(axis=1)[self.kind])
+
+    @property
+    def uses(self) -> Ints:
+        """Accelerators that each job takes on each worker type, shape (jobs, workers)."""
+        return self.table.uses[self.kind]
 
     @property
     def rates(self) -> Floats:
@@ -84,23 +89,38 @@ class AllocationProblem:
         """The same problem for a policy that does not distinguish accelerators."""
         return replace(self, table=self.table.agnostic())
 
-    def equal_throughput(self) -> Floats:
-        """Throughputs under X^equal (5.4.1): a job's time is split over types by their number."""
-        counts = self.table.counts
-        return np.asarray(self._best_rate_of_type() @ (counts / counts.sum()))
+    def fair_throughput(self) -> Floats:
+        """Throughputs of one accelerator under X^equal (5.4.1): its type is any, by their number.
+
+        A job on s accelerators has them 1 / s of the time: the thesis's T(X^equal) / scale.
+        """
+        table, counts = self.table, self.table.counts
+        of_one = table.alone / np.maximum(table.uses, 1)
+        best = np.zeros((len(table.kinds), len(counts)))
+        np.maximum.at(best.T, table.accelerator, of_one.T)
+        return np.asarray((best @ (counts / counts.sum()))[self.kind])
 
     def isolated_throughput(self) -> Floats:
         """Throughputs under X^isolated (5.4.2): each job has 1/n of every type, within its time."""
-        share = self.table.counts / (len(self) * self.scale[:, None])
-        share /= np.maximum(1.0, share.sum(axis=1, keepdims=True))
-        return np.asarray((self._best_rate_of_type() * share).sum(axis=1))
+        share, worker = self.parted(np.full(len(self), 1 / len(self)))
+        rate = np.take_along_axis(self.rates, worker, axis=1)
+        return np.asarray((rate * share).sum(axis=1))
 
-    def _best_rate_of_type(self) -> Floats:
-        """Steps per second on each type of accelerator, best placement, shape (jobs, types)."""
-        best = np.zeros((len(self.table.kinds), len(self.table.pool.accelerators)))
-        for column, accelerator in enumerate(self.table.accelerator):
-            best[:, accelerator] = np.maximum(best[:, accelerator], self.table.alone[:, column])
-        return np.asarray(best[self.kind])
+    def parted(self, part: Floats) -> tuple[Floats, Ints]:
+        """Time with ``part`` of every type, and the best worker type there, each (jobs, types).
+
+        ``part`` has shape (jobs,). Of several counts a job takes the one on which it does most.
+        """
+        table, jobs = self.table, np.arange(len(self))
+        shape = len(self), len(table.counts)
+        share, chosen = np.zeros(shape), np.zeros(shape, dtype=np.int64)
+        for number, count in enumerate(table.counts):
+            here = np.flatnonzero(table.accelerator == number)
+            uses = self.uses[:, here]
+            time = np.divide(part[:, None] * count, uses, out=np.zeros(uses.shape), where=uses > 0)
+            best = (self.rates[:, here] * np.minimum(time, 1.0)).argmax(axis=1)
+            share[:, number], chosen[:, number] = time[jobs, best], here[best]
+        return share / np.maximum(1.0, share.sum(axis=1, keepdims=True)), chosen
 
 
 def problem_of(
@@ -110,7 +130,7 @@ def problem_of(
     table = rate_table(
         workload.throughputs,
         pool,
-        [(job.model, job.scale) for job in workload.jobs],
+        [job.kind for job in workload.jobs],
         space_sharing=space_sharing,
         placement=placement,
     )
@@ -126,7 +146,7 @@ def problem_of_jobs(
     return AllocationProblem(
         tuple(job.name for job in jobs),
         table,
-        np.array([table.index[job.model, job.scale] for job in jobs], dtype=np.int64),
+        np.array([table.index[job.kind] for job in jobs], dtype=np.int64),
         np.array([job.weight for job in jobs]),
         np.array([job.steps for job in jobs]),
         zeros,
@@ -213,8 +233,8 @@ def accelerators_in_use(problem: AllocationProblem, allocation: Allocation) -> F
     A pair takes its accelerators once.
     """
     used = np.zeros(len(problem.table.pool.accelerators))
-    scale = problem.scale[allocation.job]
-    np.add.at(used, problem.table.accelerator[allocation.worker], allocation.share * scale)
+    uses = problem.uses[allocation.job, allocation.worker]
+    np.add.at(used, problem.table.accelerator[allocation.worker], allocation.share * uses)
     return used
 
 
@@ -223,7 +243,8 @@ def accelerators_of_jobs(problem: AllocationProblem, allocation: Allocation) -> 
     usage = np.zeros((len(problem), len(problem.table.counts)))
     accelerator = problem.table.accelerator[allocation.worker]
     paired = allocation.partner >= 0
-    used = allocation.share * problem.scale[allocation.job] * np.where(paired, 0.5, 1.0)
+    uses = problem.uses[allocation.job, allocation.worker]
+    used = allocation.share * uses * np.where(paired, 0.5, 1.0)
     np.add.at(usage, (allocation.job, accelerator), used)
     np.add.at(usage, (allocation.partner[paired], accelerator[paired]), used[paired])
     return usage
@@ -275,12 +296,12 @@ def _check_entries(problem: AllocationProblem, allocation: Allocation) -> None:
 
 
 def _check_servers(problem: AllocationProblem, allocation: Allocation) -> None:
-    used = np.zeros((len(problem.table.workers), len(problem.table.kinds)))
-    np.add.at(used, (allocation.worker, problem.kind[allocation.job]), allocation.share)
-    for worker, coefficients, servers in server_rows(problem.table):
-        total = coefficients @ used[worker]
+    used = np.zeros(problem.table.alone.shape)
+    np.add.at(used, (problem.kind[allocation.job], allocation.worker), allocation.share)
+    for number, parts, servers in server_rows(problem.table):
+        total = float((parts * used).sum())
         if total > servers * (1 + TOLERANCE):
             raise InvalidPlan(
                 f"consolidated jobs need {total:.9g} servers of "
-                f"{problem.table.workers[worker].name!r}, there are {servers}"
+                f"{problem.table.pool.names[number]!r}, there are {servers}"
             )

@@ -21,13 +21,15 @@ VERSION: Literal[1] = 1
 class Share:
     """A job, or a pair that shares accelerators, and its fraction of time on one type of them.
 
-    ``placement`` is ``consolidated`` or ``spread`` where that counts.
+    ``placement`` is ``consolidated`` or ``spread`` where that counts, ``count`` how many of them
+    at once of a job that may run on several numbers.
     """
 
     jobs: tuple[str, ...]
     accelerator: str
     share: float
     placement: Literal["consolidated", "spread"] | None = None
+    count: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.jobs) not in (1, 2):
@@ -84,6 +86,7 @@ def shares_of(problem: AllocationProblem, allocation: Allocation) -> tuple[Share
                 names[kind.accelerator],
                 min(1.0, share),
                 kind.placement,
+                kind.count,
             )
         )
     return tuple(found)
@@ -97,7 +100,7 @@ def allocation_of(plan: AllocationPlan, problem: AllocationProblem) -> Allocatio
     index = {name: number for number, name in enumerate(problem.names)}
     names = problem.table.pool.names
     columns = {
-        (names[kind.accelerator], kind.placement): column
+        (names[kind.accelerator], kind.placement, kind.count): column
         for column, kind in enumerate(problem.table.workers)
     }
     rows = []
@@ -106,10 +109,11 @@ def allocation_of(plan: AllocationPlan, problem: AllocationProblem) -> Allocatio
         for job in one.jobs:
             if job not in index:
                 raise InputError(f"{place}there is no job {job!r}")
-        worker = columns.get((one.accelerator, one.placement))
+        worker = columns.get((one.accelerator, one.placement, one.count))
         if worker is None:
             known = ", ".join(kind.name for kind in problem.table.workers)
-            spelled = " ".join(filter(None, (one.accelerator, one.placement)))
+            count = None if one.count is None else f"x{one.count}"
+            spelled = " ".join(filter(None, (one.accelerator, one.placement, count)))
             raise InputError(f"{place}no worker type {spelled!r}; there are {known}")
         jobs = sorted((index[job] for job in one.jobs), key=lambda job: problem.kind[job])
         rows.append((jobs[0], jobs[1] if len(jobs) > 1 else -1, worker, one.share))

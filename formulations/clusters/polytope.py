@@ -235,7 +235,7 @@ def polytope(problem: AllocationProblem, groups: Groups) -> Polytope:
     limits, used, rate = _Triplets(), _Triplets(), _Triplets()
     row_of_worker = len(groups) + table.accelerator
     at = np.arange(columns_alone)
-    scale = table.scale[groups.kind[alone_group]]
+    scale = table.uses[groups.kind[alone_group], alone_worker]
     limits.add(alone_group, at, 1.0)
     limits.add(row_of_worker[alone_worker], at, scale)
     rate.add(alone_group, at, table.alone[groups.kind[alone_group], alone_worker])
@@ -243,7 +243,7 @@ def polytope(problem: AllocationProblem, groups: Groups) -> Polytope:
 
     # A pair holds its accelerators once, and takes time of both of its jobs.
     at = columns_alone + np.arange(columns_pair)
-    scale = table.scale[table.first[pair]]
+    scale = table.uses[table.first[pair], table.worker[pair]]
     limits.add(row_of_worker[table.worker[pair]], at, scale)
     used.add(table.worker[pair], at, scale)
     itself = table.first[pair] == table.second[pair]
@@ -354,10 +354,11 @@ def _add_servers(
     table = problem.table
     kind = np.concatenate([groups.kind[alone_group], table.first[pair]])
     worker_of = np.concatenate([alone_worker, table.worker[pair]])
-    for worker, parts, servers in server_rows(table):
-        chosen = np.flatnonzero(worker_of == worker)
+    for _, parts, servers in server_rows(table):
+        chosen = np.flatnonzero(parts[kind, worker_of])
         entries = _Triplets()
-        entries.add(np.zeros(len(chosen), dtype=np.int64), chosen, parts[kind[chosen]])
+        part = parts[kind[chosen], worker_of[chosen]]
+        entries.add(np.zeros(len(chosen), dtype=np.int64), chosen, part)
         rows.add(entries.matrix(1, columns), np.array([-np.inf]), np.array([float(servers)]))
 
 

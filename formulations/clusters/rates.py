@@ -7,38 +7,44 @@ import numpy as np
 
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.workloads.jobs import Throughputs
+from stagewright.graphs.workloads.jobs import Kind, Rate, Throughputs, counts_of
 from stagewright.graphs.workloads.pool import Pool
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerType:
-    """An accelerator type (its position in the pool), and the placement where that counts."""
+    """An accelerator type (its position in the pool), and the placement where that counts.
+
+    With a ``count``, that many of the type at once, for the jobs that choose among counts.
+    """
 
     name: str
     accelerator: int
     placement: str | None = None  # "consolidated", "spread"; None where placement does not count
+    count: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RateTable:
-    """The rates of every kind of job, a (model, scale), on every worker type.
+    """The rates of every kind of job on every worker type.
 
-    ``alone`` has shape (kinds, workers), steps per second, 0 where a kind does not run. A pair p
-    of kinds ``first[p] <= second[p]`` of equal scale runs on ``worker[p]`` at ``paired[p]``, shape
-    (pairs, 2). Pairs that are not faster than time-sharing are left out.
+    ``alone`` has shape (kinds, workers), steps per second, 0 where a kind does not run. ``uses``,
+    of the same shape, is how many accelerators a job of the kind takes there, 0 where its counts
+    rule the worker type out. A pair p of kinds ``first[p] <= second[p]`` of equal scale runs on
+    ``worker[p]`` at ``paired[p]``, shape (pairs, 2). Pairs that are not faster than time-sharing
+    are left out.
     """
 
     pool: Pool
     workers: tuple[WorkerType, ...]
-    kinds: tuple[tuple[str, int], ...]
-    scale: Ints
+    kinds: tuple[Kind, ...]
+    uses: Ints
     alone: Floats
     first: Ints
     second: Ints
     worker: Ints
     paired: Floats
-    index: dict[tuple[str, int], int] = field(repr=False)
+    index: dict[Kind, int] = field(repr=False)
 
     @property
     def counts(self) -> Ints:
@@ -53,13 +59,17 @@ class RateTable:
     def agnostic(self) -> "RateTable":
         """The table for a policy that does not distinguish accelerators: best rates, no pairs.
 
-        A kind still runs only where it can.
+        A kind still runs only where it can, and on another count at another rate.
         """
-        best = self.alone.max(axis=1, keepdims=True)
+        alone, counts = self.alone.copy(), [worker.count or 0 for worker in self.workers]
+        for count in set(counts):
+            like = np.flatnonzero(np.equal(counts, count))
+            best = self.alone[:, like].max(axis=1, keepdims=True)
+            alone[:, like] = np.where(self.alone[:, like] > 0, best, 0.0)
         none = np.zeros(0, dtype=np.int64)
         return replace(
             self,
-            alone=np.where(self.alone > 0, best, 0.0),
+            alone=alone,
             first=none,
             second=none,
             worker=none,
@@ -70,12 +80,12 @@ class RateTable:
 def rate_table(
     throughputs: Throughputs,
     pool: Pool,
-    kinds: Sequence[tuple[str, int]],
+    kinds: Sequence[Kind],
     *,
     space_sharing: bool = False,
     placement: bool = False,
 ) -> RateTable:
-    """The table of ``kinds`` on ``pool``.
+    """The table of ``kinds`` on ``pool``; kinds with a choice of counts are not paired.
 
     Raises
     ------
@@ -83,16 +93,20 @@ def rate_table(
         If a rate is missing, a kind fits nowhere or runs nowhere, or placement is asked for and
         a type of accelerator has no servers.
     """
-    workers = _worker_types(pool, placement)
     kinds = tuple(dict.fromkeys(kinds))
+    workers = [
+        replace(worker, name=f"{worker.name} x{count}" if count else worker.name, count=count)
+        for worker in _worker_types(pool, placement)
+        for count in _counts_of_workers(kinds)
+    ]
     index = {kind: position for position, kind in enumerate(kinds)}
     alone = _alone(throughputs, pool, workers, kinds)
     pairs = _pairs(throughputs, pool, workers, index, alone) if space_sharing else []
     return RateTable(
         pool,
-        workers,
+        tuple(workers),
         kinds,
-        np.array([scale for _, scale in kinds]),
+        np.array([[_uses(kind, worker) for worker in workers] for kind in kinds]),
         alone,
         np.array([pair[0] for pair in pairs], dtype=np.int64),
         np.array([pair[1] for pair in pairs], dtype=np.int64),
@@ -117,11 +131,25 @@ def _worker_types(pool: Pool, placement: bool) -> tuple[WorkerType, ...]:
     return tuple(workers)
 
 
+def _counts_of_workers(kinds: tuple[Kind, ...]) -> list[int | None]:
+    """The counts of worker types: those of any kind, largest first, and None for a job's own."""
+    own = any(isinstance(counts, int) for _, counts in kinds)
+    chosen = {count for kind in kinds if isinstance(kind[1], tuple) for count in counts_of(kind)}
+    return [*([None] if own else []), *sorted(chosen, reverse=True)]
+
+
+def _uses(kind: Kind, worker: WorkerType) -> int:
+    """Accelerators that a job of ``kind`` takes on ``worker``; 0 where it has no such choice."""
+    if isinstance(kind[1], int):
+        return kind[1] if worker.count is None else 0
+    return worker.count if worker.count in kind[1] else 0
+
+
 def _alone(
     throughputs: Throughputs,
     pool: Pool,
-    workers: tuple[WorkerType, ...],
-    kinds: tuple[tuple[str, int], ...],
+    workers: Sequence[WorkerType],
+    kinds: tuple[Kind, ...],
 ) -> Floats:
     rates = {(rate.model, rate.scale, rate.accelerator): rate for rate in throughputs.alone}
     known = {rate.accelerator for rate in throughputs.alone}
@@ -131,43 +159,50 @@ def _alone(
                 f"unknown accelerator {name!r}: the throughputs know {', '.join(sorted(known))}"
             )
     alone = np.zeros((len(kinds), len(workers)))
-    for row, (model, scale) in enumerate(kinds):
+    for row, kind in enumerate(kinds):
         for column, worker in enumerate(workers):
-            accelerator = pool.accelerators[worker.accelerator]
-            rate = rates.get((model, scale, accelerator.name))
-            if rate is None:
+            scale, accelerator = _uses(kind, worker), pool.accelerators[worker.accelerator]
+            rate = rates.get((kind[0], scale, accelerator.name))
+            if scale and rate is None:
                 raise InputError(
-                    f"no throughput of {model!r} on {scale} x {accelerator.name!r}: add it, or 0 "
+                    f"no throughput of {kind[0]!r} on {scale} x {accelerator.name!r}: add it, or 0 "
                     "steps per second if it does not run there"
                 )
-            if scale > accelerator.count or (worker.placement == "spread" and scale == 1):
-                continue  # one accelerator is always consolidated
-            found = rate.steps_per_second
-            if worker.placement == "spread":
-                found = rate.spread_steps_per_second or 0.0
-            alone[row, column] = found
-        _require_place(pool, (model, scale), alone[row])
+            if rate is not None and scale <= accelerator.count:
+                alone[row, column] = _placed_rate(rate, worker)
+        _require_place(pool, kind, alone[row])
     return alone
 
 
-def _require_place(pool: Pool, kind: tuple[str, int], rates: Floats) -> None:
+def _placed_rate(rate: Rate, worker: WorkerType) -> float:
+    if worker.placement != "spread":
+        return rate.steps_per_second
+    if rate.scale == 1:
+        return 0.0  # one accelerator is always consolidated
+    return rate.spread_steps_per_second or 0.0
+
+
+def _require_place(pool: Pool, kind: Kind, rates: Floats) -> None:
     if rates.any():
         return
-    model, scale = kind
+    model, scale = kind[0], counts_of(kind)[0]
     largest = max(pool.accelerators, key=lambda accelerator: accelerator.count)
     if scale > largest.count:
         raise InputError(
             f"a job of {model!r} asks for {scale} accelerators of one type, the cluster has at "
             f"most {largest.count} ({largest.name!r}): lower the job's scale"
         )
-    raise InputError(f"{model!r} on {scale} accelerators runs nowhere in this cluster: all rates 0")
+    counts = " or ".join(map(str, counts_of(kind)))
+    raise InputError(
+        f"{model!r} on {counts} accelerators runs nowhere in this cluster: all rates 0"
+    )
 
 
 def _pairs(
     throughputs: Throughputs,
     pool: Pool,
-    workers: tuple[WorkerType, ...],
-    index: dict[tuple[str, int], int],
+    workers: Sequence[WorkerType],
+    index: dict[Kind, int],
     alone: Floats,
 ) -> list[tuple[float, ...]]:
     """Rows (first kind, second kind, worker, its rates) of the pairs that beat taking turns."""
@@ -175,6 +210,7 @@ def _pairs(
     columns = {
         (pool.names[worker.accelerator], worker.placement): column
         for column, worker in enumerate(workers)
+        if worker.count is None
     }
     for pair in throughputs.pairs:
         a, b = (index.get((model, pair.scale)) for model in pair.models)
@@ -194,27 +230,32 @@ def _pairs(
 
 
 def server_rows(table: RateTable) -> list[tuple[int, Floats, int]]:
-    """Servers that consolidated jobs need: (worker, servers per job of each kind, servers).
+    """Servers that consolidated jobs need: (type, servers per job of (kinds, workers), servers).
 
     Jobs on whole servers are a bin packing. The dual feasible functions u_k of Fekete and
     Schepers (2001) turn sizes into parts of a server such that no packing exceeds one a server.
     """
     rows = []
-    for worker, kind in enumerate(table.workers):
-        accelerator = table.pool.accelerators[kind.accelerator]
-        if kind.placement != "consolidated" or accelerator.per_server is None:
-            continue
+    together = [worker.placement == "consolidated" for worker in table.workers]
+    for number, accelerator in enumerate(table.pool.accelerators):
+        here = np.flatnonzero(together & (table.accelerator == number))
         size = accelerator.per_server
-        seen = {tuple(table.scale / size)}  # as eq. 5.3 has it
+        if size is None or not len(here):
+            continue
+        sizes, place = np.unique(table.uses[:, here], return_inverse=True)
+        seen = {tuple(sizes / size)}  # as eq. 5.3 has it
         for k in range(1, size):
-            parts = np.array([_server_part(int(scale), size, k) for scale in table.scale])
-            if tuple(parts) not in seen and (parts > table.scale / size).any():
-                seen.add(tuple(parts))
-                rows.append((worker, parts, accelerator.servers))
+            part = np.array([_server_part(int(scale), size, k) for scale in sizes])
+            if tuple(part) not in seen and (part > sizes / size).any():
+                seen.add(tuple(part))
+                parts = np.zeros(table.uses.shape)
+                parts[:, here] = part[place].reshape(len(table.kinds), len(here))
+                rows.append((number, parts, accelerator.servers))
     return rows
 
 
 def _server_part(scale: int, size: int, k: int) -> float:
+    """Part of a server, by the dual feasible function u_k, of a job on ``scale`` of ``size``."""
     whole, rest = divmod(scale, size)
     times = (k + 1) * rest
     return whole + (rest / size if times % size == 0 else times // size / k)

@@ -23,7 +23,8 @@ class Job:
     """A training job: ``steps`` iterations of ``model`` on ``scale`` accelerators at once.
 
     ``weight`` is its share relative to other jobs, ``arrival_seconds`` its time of arrival,
-    ``slo_seconds`` its deadline relative to that, ``entity`` its owner.
+    ``slo_seconds`` its deadline relative to that, ``entity`` its owner. With ``counts``, in place
+    of ``scale``, it runs on any of these numbers of accelerators, in turn on several.
     """
 
     name: str
@@ -34,10 +35,12 @@ class Job:
     arrival_seconds: float = 0.0
     slo_seconds: float | None = None
     entity: str | None = None
+    counts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         place = f"job {self.name!r}: "
         require_count(self.scale, place + "scale", _MAX_SCALE)
+        _require_counts(place, self.counts, self.scale)
         require_amount(self.arrival_seconds, place + "arrival_seconds")
         if self.arrival_seconds > _LAST_ARRIVAL:
             raise InputError(
@@ -50,6 +53,29 @@ class Job:
                 require_amount(value, place + field)
                 if value == 0:
                     raise InputError(f"{place}{field} must be more than zero, got 0")
+
+    @property
+    def kind(self) -> "Kind":
+        """What tells jobs apart in throughput: the model, and on how many accelerators it runs."""
+        return self.model, self.counts or self.scale
+
+
+Kind = tuple[str, int | tuple[int, ...]]
+"""A model with its scale, or with the counts among which its jobs may choose."""
+
+
+def counts_of(kind: Kind) -> tuple[int, ...]:
+    """The numbers of accelerators on which a job of the kind may run, ascending."""
+    return kind[1] if isinstance(kind[1], tuple) else (kind[1],)
+
+
+def _require_counts(place: str, counts: tuple[int, ...], scale: int) -> None:
+    for count in counts:
+        require_count(count, place + "counts", _MAX_SCALE)
+    if list(counts) != sorted(set(counts)):
+        raise InputError(f"{place}counts must ascend, each once, got {list(counts)}")
+    if counts and scale != 1:
+        raise InputError(f"{place}give either scale, one number, or counts, several")
 
 
 @documents.record

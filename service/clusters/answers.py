@@ -26,13 +26,15 @@ class ShareAnswer(Answer):
     accelerator: str
     share: float
     placement: str | None = None
+    count: int | None = None
 
     @model_serializer(mode="wrap")
-    def _without_placement(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave the placement out where it does not count."""
+    def _what_counts(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out placement and count where they do not matter."""
         fields: dict[str, Any] = write(self)
-        if self.placement is None:
-            fields.pop("placement", None)
+        for name in ("placement", "count"):
+            if getattr(self, name) is None:
+                fields.pop(name, None)
         return fields
 
 

@@ -22,9 +22,9 @@ class Duals:
     servers: Floats
 
     def named(self, problem: AllocationProblem) -> dict[str, dict[str, float]]:
-        """The same by job, by accelerator type, and by worker type and row of servers."""
+        """The same by job, by accelerator type, and by accelerator type and row of servers."""
         rows = enumerate(server_rows(problem.table))
-        servers = [f"{problem.table.workers[worker].name} {n}" for n, (worker, *_) in rows]
+        servers = [f"{problem.table.pool.names[number]} {n}" for n, (number, *_) in rows]
         keys = {
             "jobs": (problem.names, self.time),
             "accelerators": (problem.table.pool.names, self.accelerators),

@@ -193,7 +193,7 @@ def _part_of(problem: AllocationProblem, jobs: Ints) -> AllocationProblem:
     table = replace(
         whole,
         kinds=names,
-        scale=whole.scale[kinds],
+        uses=whole.uses[kinds],
         alone=whole.alone[kinds],
         index={name: number for number, name in enumerate(names)},
     )
@@ -271,10 +271,10 @@ def price_bound(problem: AllocationProblem, need: Floats, prices: Floats) -> flo
 def _job_costs(problem: AllocationProblem, need: Floats, prices: Floats) -> _Costs:
     table = problem.table
     types = len(table.counts)
-    cost = table.scale[:, None] * prices[:types][table.accelerator]
+    cost = table.uses * prices[:types][table.accelerator]
     worth = prices[:types] @ table.counts
-    for price, (worker, part, servers) in zip(prices[types:], server_rows(table), strict=True):
-        cost[:, worker] += price * part
+    for price, (_, parts, servers) in zip(prices[types:], server_rows(table), strict=True):
+        cost += price * parts
         worth += price * servers
     kind, rate, rise = _cost_curves(table.alone, cost)
     jobs = np.argsort(problem.kind, kind="stable")

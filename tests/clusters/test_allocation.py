@@ -1,6 +1,7 @@
 """Allocations from the definitions: the checker, throughputs, server rows, groups, theorems."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from profiles import examples
 from scipy.optimize import linprog
-from strategies_allocation import Case, random_case
+from strategies_allocation import Case, random_case, use_of
 
 from stagewright.formulations.clusters.allocation import (
     Allocation,
@@ -19,7 +20,7 @@ from stagewright.formulations.clusters.allocation import (
     throughput,
 )
 from stagewright.formulations.clusters.rates import server_rows
-from stagewright.graphs.documents.errors import InvalidPlan
+from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.workloads.jobs import Job, PairRate, Rate, Throughputs, Workload
 from stagewright.graphs.workloads.pool import Accelerator, Pool, parse_pool
 from stagewright.solvers.clusters.policies import allocate
@@ -192,7 +193,7 @@ def random_packing(
         chosen = choices[rng.integers(len(choices))]
         kind = table.workers[chosen[2]]
         size = table.pool.accelerators[kind.accelerator].per_server or 0
-        if took(free[kind.accelerator], size, int(problem.scale[job]), kind.placement, rng):
+        if took(free[kind.accelerator], size, use_of(problem, job, chosen[2]), kind.placement, rng):
             placed.append(chosen)
             waiting = [other for other in waiting if other not in chosen[:2]]
     return placed
@@ -242,10 +243,10 @@ def test_no_packing_breaks_a_server_row(size: int, servers: int, scales: list[in
     problem = of_scales(scales, Accelerator("v100", size * servers, size))
     rng = np.random.default_rng(seed)
     running = [entry for entry in random_packing(problem, rng) if entry[2] == 0]
-    for worker, parts, there in server_rows(problem.table):
-        assert worker == 0
+    for number, parts, there in server_rows(problem.table):
+        assert number == 0
         assert there == servers
-        assert sum(parts[problem.kind[job]] for job, _, _ in running) <= servers + 1e-9
+        assert sum(parts[problem.kind[job], 0] for job, _, _ in running) <= servers + 1e-9
 
 
 def of_scales(scales: list[int], accelerator: Accelerator) -> AllocationProblem:
@@ -257,7 +258,7 @@ def of_scales(scales: list[int], accelerator: Accelerator) -> AllocationProblem:
 @pytest.mark.parametrize(("scale", "size", "servers", "fit"), [(3, 4, 3, 3), (5, 8, 2, 2)])
 def test_server_rows_see_what_does_not_fit(scale: int, size: int, servers: int, fit: int):
     problem = of_scales([scale] * 4, Accelerator("v100", size * servers, size))
-    assert min(there / parts[0] for _, parts, there in server_rows(problem.table)) == fit
+    assert min(there / parts[0, 0] for _, parts, there in server_rows(problem.table)) == fit
 
 
 # Throughput, slowly.
@@ -272,7 +273,7 @@ def slow_throughput(case: Case, allocation: Allocation) -> np.ndarray:
         name, spread = case.pool.names[worker.accelerator], worker.placement == "spread"
         me = case.workload.jobs[job]
         if partner < 0:
-            rate = rates[me.model, me.scale, name]
+            rate = rates[me.model, worker.count or me.scale, name]
             found[job] += share * (
                 rate.spread_steps_per_second if spread else rate.steps_per_second
             )
@@ -313,20 +314,18 @@ def linear_program(problem: AllocationProblem, need: np.ndarray) -> float:
             columns += [(m, n, w, x, y) for n in np.flatnonzero(problem.kind == b) if m != n]
     rows, types = np.zeros((2 * jobs, len(columns) + 1)), len(table.pool.accelerators)
     of_type = np.zeros((types, len(columns) + 1))
-    servers = [
-        (w, parts, there, np.zeros(len(columns) + 1)) for w, parts, there in server_rows(table)
-    ]
+    servers = [(parts, there, np.zeros(len(columns) + 1)) for _, parts, there in server_rows(table)]
     for column, (m, n, w, x, y) in enumerate(columns):
         for member, rate in ((m, x), (n, y)):
             if member >= 0:
                 rows[member, column] = 1.0
                 rows[jobs + member, column] = -rate / need[member]
-        of_type[table.accelerator[w], column] = problem.scale[m]
-        for worker, parts, _, row in servers:
-            row[column] = parts[problem.kind[m]] * (worker == w)
+        of_type[table.accelerator[w], column] = use_of(problem, m, w)
+        for parts, _, row in servers:
+            row[column] = parts[problem.kind[m], w]
     rows[jobs:, -1] = 1.0
-    limits = [*np.ones(jobs), *np.zeros(jobs), *table.counts, *(row[2] for row in servers)]
-    matrix = np.vstack([rows, of_type, *(row[3] for row in servers)])
+    limits = [*np.ones(jobs), *np.zeros(jobs), *table.counts, *(row[1] for row in servers)]
+    matrix = np.vstack([rows, of_type, *(row[2] for row in servers)])
     cost = np.zeros(len(columns) + 1)
     cost[-1] = -1.0
     return -linprog(cost, A_ub=matrix, b_ub=limits).fun
@@ -336,7 +335,7 @@ def linear_program(problem: AllocationProblem, need: np.ndarray) -> float:
 @given(random_case(max_jobs=14))
 def test_groups_of_like_jobs_lose_nothing(case: Case):
     problem = case.problem
-    fair = linear_program(problem, problem.weight * problem.equal_throughput() / problem.scale)
+    fair = linear_program(problem, problem.weight * problem.fair_throughput())
     assert allocate(problem, "max-min").objective == pytest.approx(fair, rel=1e-7)
     fast = linear_program(problem, problem.steps)
     assert allocate(problem, "makespan").objective == pytest.approx(1 / fast, rel=1e-7)
@@ -374,7 +373,7 @@ def test_pairs_by_hand(models: str, weights: tuple[int, ...], count: int, expect
     result = allocate(problem, "max-min")
     assert result.allocation is not None
     check(problem, result.allocation)
-    reached = throughput(problem, result.allocation) / (problem.weight * problem.equal_throughput())
+    reached = throughput(problem, result.allocation) / (problem.weight * problem.fair_throughput())
     assert min(reached) == pytest.approx(expected)
     assert result.objective == pytest.approx(expected)
     assert result.bound == pytest.approx(expected)
@@ -409,17 +408,59 @@ def test_the_thesis_example():
 @given(random_case(placement=False))
 def test_sharing_incentive(case: Case):
     """Nobody's objective is better where each of n jobs has 1/n of every type, by itself."""
-    problem = case.problem
-    share = problem.table.counts / (len(problem) * problem.scale[:, None])
+    problem, jobs = case.problem, len(case.problem)
+    share = np.zeros(problem.rates.shape)
+    for job, (number, count) in product(range(jobs), enumerate(problem.table.counts)):
+        parts = {  # of its time, on each number of accelerators that the job may have
+            worker: count / (jobs * use_of(problem, job, worker))
+            for worker in np.flatnonzero(problem.table.accelerator == number).tolist()
+            if use_of(problem, job, worker)
+        }
+        best = max(parts, key=lambda one: problem.rates[job, one] * min(1.0, parts[one]))
+        share[job, best] = parts[best]
     share /= np.maximum(1.0, share.sum(axis=1, keepdims=True))
     apart = (problem.rates * share).sum(axis=1)
     np.testing.assert_allclose(apart, problem.isolated_throughput())
     check(problem, allocation_of_shares(np.where(problem.rates > 0, share, 0.0)))
-    normalised = problem.scale * apart / (problem.weight * problem.equal_throughput())
+    normalised = apart / (problem.weight * problem.fair_throughput())
     assert at_least(allocate(problem, "max-min").objective, normalised.min())
     assert at_least((problem.steps / apart).max(), allocate(problem, "makespan").objective)
     together = replace(problem, isolated_seconds=problem.elapsed_seconds)
     assert at_least(1.0, allocate(together, "finish-time-fairness").objective)
+
+
+@small
+@given(random_case(max_jobs=4, space_sharing=False), seeds)
+def test_a_choice_of_counts_is_no_worse_than_any_of_them(case: Case, seed: int):
+    """Jobs held to one of their counts each: a restriction of the same problem."""
+    rng = np.random.default_rng(seed)
+    held = tuple(
+        replace(job, scale=int(rng.choice(job.counts)), counts=()) if job.counts else job
+        for job in case.workload.jobs
+    )
+    try:
+        restricted = problem_of(
+            replace(case.workload, jobs=held), case.pool, placement=case.placement
+        )
+    except InputError:
+        assume(False)  # a job runs nowhere on the number that was drawn
+    fewer, more = (allocate(problem, "makespan") for problem in (restricted, case.problem))
+    assert at_least(fewer.objective, more.objective)
+
+
+def test_counts_by_hand():
+    """Two jobs on four accelerators that double nothing: both have two all of the time.
+
+    On 1, 2 and 4 a job makes 1, 2 and 3 steps a second, so that 2 and 2 beat 4 in turns.
+    """
+    rates = tuple(Rate("a", n, "v100", rate) for n, rate in ((1, 1.0), (2, 2.0), (4, 3.0)))
+    jobs = tuple(Job(name, "a", 60.0, counts=(1, 2, 4)) for name in ("x", "y"))
+    problem = problem_of(Workload(jobs, Throughputs(rates)), parse_pool("v100=4"))
+    result = allocate(problem, "makespan")
+    assert result.objective == pytest.approx(30.0)
+    assert result.bound == pytest.approx(30.0)
+    lone = problem_of(Workload(jobs[:1], Throughputs(rates)), parse_pool("v100=4"))
+    assert allocate(lone, "makespan").objective == pytest.approx(20.0)
 
 
 def at_least(value: float | None, least: float | None) -> bool:

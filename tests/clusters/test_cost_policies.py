@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 from scipy.optimize import linprog
+from strategies_allocation import use_of
 
 from stagewright.formulations.clusters.allocation import AllocationProblem, problem_of, throughput
 from stagewright.formulations.clusters.policies import budget, cost, slo
@@ -102,11 +103,11 @@ class Columns:
                 if who >= 0:
                     self.time[who, column] += 1
                     self.rate[who, column] += got
-            self.used[worker, column] = asked.scale[job]
-            self.cost[column] = asked.scale[job] * price[table.accelerator[worker]]
+            self.used[worker, column] = use_of(asked, job, worker)
+            self.cost[column] = use_of(asked, job, worker) * price[table.accelerator[worker]]
         cheapest = [
             min(
-                asked.scale[job] * price[table.accelerator[worker]] / rate
+                use_of(asked, job, worker) * price[table.accelerator[worker]] / rate
                 for worker, rate in enumerate(asked.rates[job])
                 if rate > 0
             )

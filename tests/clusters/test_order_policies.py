@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from profiles import examples
 from scipy.optimize import linprog
-from strategies_allocation import Case, random_case
+from strategies_allocation import Case, random_case, use_of
 
 from stagewright.formulations.clusters.allocation import AllocationProblem, problem_of, throughput
 from stagewright.formulations.clusters.policies import fifo, finish_time, isolated, shortest_first
@@ -51,10 +51,9 @@ class Entries:
             if other >= 0:
                 self.rate[other, at] = second
                 self.rows[other, at] = 1
-            self.rows[jobs + table.accelerator[worker], at] = problem.scale[job]
-            for row, (of_worker, parts, _) in enumerate(servers):
-                if of_worker == worker:
-                    self.rows[jobs + types + row, at] = parts[kind[job]]
+            self.rows[jobs + table.accelerator[worker], at] = use_of(problem, job, worker)
+            for row, (_, parts, _) in enumerate(servers):
+                self.rows[jobs + types + row, at] = parts[kind[job], worker]
         self.upper = np.concatenate(
             [np.ones(jobs), table.counts, [servers for _, _, servers in servers]]
         )

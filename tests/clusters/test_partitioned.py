@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 from scipy.optimize import linprog
-from strategies_allocation import Case, random_case
+from strategies_allocation import Case, random_case, use_of
 
 from stagewright.formulations.clusters.allocation import AllocationProblem, check, problem_of
 from stagewright.formulations.clusters.rates import server_rows
@@ -55,10 +55,11 @@ def surrogate_optimum(problem: AllocationProblem, need: Floats, prices: Floats) 
     """Max theta over all shares of time, the resources' rows replaced by their sum in prices."""
     table, (jobs, workers) = problem.table, problem.rates.shape
     types = len(table.counts)
-    cost = prices[:types][table.accelerator] * problem.scale[:, None]
+    uses = [[use_of(problem, job, worker) for worker in range(workers)] for job in range(jobs)]
+    cost = prices[:types][table.accelerator] * np.array(uses)
     worth = float(prices[:types] @ table.counts)
-    for price, (worker, part, servers) in zip(prices[types:], server_rows(table), strict=True):
-        cost[:, worker] += price * part[problem.kind]
+    for price, (_, parts, servers) in zip(prices[types:], server_rows(table), strict=True):
+        cost += price * parts[problem.kind]
         worth += float(price * servers)
     of_job = np.kron(np.eye(jobs), np.ones(workers))
     rows = np.block(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
-from strategies_allocation import Case, random_case
+from strategies_allocation import Case, random_case, use_of
 
 from stagewright.executor.clusters.rounds import Assignment, Mechanism
 from stagewright.formulations.clusters.allocation import (
@@ -73,7 +73,7 @@ def test_rules_of_a_round(case: Case, seed: int) -> None:
             assert set(numbers) <= set(range(count))
         for assignment in scheduled:
             first = assignment.jobs[0] - 100
-            assert len(assignment.accelerators) == problem.scale[first]
+            assert len(assignment.accelerators) == use_of(problem, first, assignment.worker)
             if len(assignment.jobs) == 2:
                 assert (*assignment.jobs, assignment.worker) in pairs
             else:
@@ -97,10 +97,11 @@ def check_servers(problem: AllocationProblem, assignment: Assignment) -> None:
 
 def check_fits_nowhere(problem: AllocationProblem, job: int, used: list[list[int]]) -> None:
     """Nothing that could run idles; one that needs a server of its own may find none."""
-    for rate, worker in zip(problem.rates[job], problem.table.workers, strict=True):
+    for column, worker in enumerate(problem.table.workers):
+        rate, count = problem.rates[job, column], use_of(problem, job, column)
         free = problem.table.counts[worker.accelerator] - len(used[worker.accelerator])
-        if rate > 0 and (worker.placement != "consolidated" or problem.scale[job] == 1):
-            assert problem.scale[job] > free
+        if rate > 0 and (worker.placement != "consolidated" or count == 1):
+            assert count > free
 
 
 @st.composite

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from profiles import examples
 from scipy.optimize import linprog
-from strategies_allocation import Case, random_case, random_workload
+from strategies_allocation import Case, random_case, random_workload, use_of
 
 import stagewright
 from stagewright.formulations.clusters.allocation import (
@@ -182,9 +182,9 @@ class Dense:
         def add(worker: int, members: tuple[int, ...], speeds: tuple[float, ...]) -> None:
             rate, time, use = np.zeros(jobs), np.zeros(jobs), np.zeros(len(types) + len(servers))
             rate[list(members)], time[list(members)] = speeds, 1.0
-            use[problem.table.accelerator[worker]] = problem.scale[members[0]]
-            for row, (place, parts, _) in enumerate(servers, start=len(types)):
-                use[row] = parts[problem.kind[members[0]]] if place == worker else 0.0
+            use[problem.table.accelerator[worker]] = use_of(problem, members[0], worker)
+            for row, (_, parts, _) in enumerate(servers, start=len(types)):
+                use[row] = parts[problem.kind[members[0]], worker]
             rates.append(rate)
             times.append(time)
             uses.append(use)

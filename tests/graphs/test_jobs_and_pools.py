@@ -45,7 +45,7 @@ small = examples(25, derandomize=True)
 
 WORKLOAD = Workload(
     (
-        Job("first", "a", 5.0, 1, 2.0, 0.0, 9.0, "red"),
+        Job("first", "a", 5.0, 1, 2.0, 0.0, 9.0, "red", (1, 2)),
         Job("second", "b", 7.0, arrival_seconds=3.0, entity="blue"),
     ),
     Throughputs(
@@ -97,6 +97,20 @@ def test_what_is_saved_is_loaded(tmp_path: Path, case: Case):
     for thing, save, load in ((case.workload, save_workload, load_workload),):
         save(thing, tmp_path / "file.json")
         assert load(tmp_path / "file.json") == thing
+
+
+@pytest.mark.parametrize(
+    ("counts", "scale", "wrong"),
+    [
+        ((2, 1), 1, "counts must ascend, each once, got \\[2, 1\\]"),
+        ((1, 1), 1, "counts must ascend, each once"),
+        ((0, 1), 1, "counts must be at least 1"),
+        ((1, 2), 2, "give either scale, one number, or counts, several"),
+    ],
+)
+def test_counts_are_whole_numbers_in_order(counts: tuple[int, ...], scale: int, wrong: str):
+    with pytest.raises(InputError, match=f"job 'x': {wrong}"):
+        Job("x", "a", 1.0, scale, counts=counts)
 
 
 def test_all_fields_come_back(tmp_path: Path):

@@ -6,6 +6,7 @@ from time import perf_counter
 
 import numpy as np
 from scipy import sparse
+from strategies_allocation import use_of
 
 from stagewright.formulations.clusters.allocation import AllocationProblem
 from stagewright.graphs.documents.arrays import Bools, Floats
@@ -36,12 +37,19 @@ def specify_agnostic(
 ) -> RateSetting:
     """T of a policy that takes all accelerators for alike.
 
-    A job runs at 1 wherever it runs or, where jobs are not ``alike``, at its best rate.
+    A job runs at its best rate on as many accelerators wherever it runs or, where jobs are
+    ``alike``, at the part of it that this is of its best of all.
     """
     aware = specify(problem, throughputs)
-    rates = aware.rates.toarray().reshape(len(problem), len(problem), -1)
-    rate = 1.0 if alike else aware.fastest[:, None, None]
-    return _setting(problem, aware.combinations, np.where(rates > 0, rate, 0.0), aware.runs)
+    alone, counts = aware.alone, [worker.count for worker in problem.table.workers]
+    for job, rates in enumerate(aware.alone):
+        for worker in np.flatnonzero(rates):
+            best = max(
+                rate for rate, count in zip(rates, counts, strict=True) if count == counts[worker]
+            )
+            alone[job, worker] = best / aware.fastest[job] if alike else best
+    rates = np.eye(len(problem))[:, :, None] * alone
+    return _setting(problem, aware.combinations, rates, aware.runs)
 
 
 def _setting(
@@ -55,9 +63,12 @@ def _alone(problem: AllocationProblem, throughputs: Throughputs) -> Floats:
     found = np.zeros((len(problem), len(problem.table.workers)))
     known = {(rate.model, rate.scale, rate.accelerator): rate for rate in throughputs.alone}
     for job, kind in enumerate(problem.kind):
-        model, scale = problem.table.kinds[kind]
+        model = problem.table.kinds[kind][0]
         for column, worker in enumerate(problem.table.workers):
             accelerator = problem.table.pool.accelerators[worker.accelerator]
+            scale = use_of(problem, job, column)
+            if not scale:
+                continue
             rate = known[model, scale, accelerator.name]
             is_spread = worker.placement == "spread"
             if scale <= accelerator.count and not (is_spread and scale == 1):

@@ -11,7 +11,16 @@ import numpy as np
 from hypothesis import strategies as st
 
 from stagewright.formulations.clusters.allocation import AllocationProblem, problem_of
-from stagewright.graphs.workloads.jobs import Entity, Job, PairRate, Rate, Throughputs, Workload
+from stagewright.graphs.workloads.jobs import (
+    Entity,
+    Job,
+    Kind,
+    PairRate,
+    Rate,
+    Throughputs,
+    Workload,
+    counts_of,
+)
 from stagewright.graphs.workloads.pool import Accelerator, Pool
 
 SERVERS = ((1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (4, 4), (6, 3))  # (count, per server)
@@ -70,13 +79,28 @@ def random_pool(rng: Random, types: int) -> Pool:
 def random_workload(rng: Random, pool: Pool, kinds: int, jobs: int) -> Workload:
     largest = max(accelerator.count for accelerator in pool.accelerators)
     scales = [scale for scale in (1, 1, 1, 2, 3, 4) if scale <= largest]
-    chosen = sorted({(rng.choice("abc"), rng.choice(scales)) for _ in range(kinds)})
+    several = [counts for counts in ((1, 2), (2, 3), (1, 2, 4)) if counts[-1] <= largest]
+    chosen: list[Kind] = []
+    for _ in range(kinds):
+        counts = rng.choice(several) if several and rng.random() < 0.3 else rng.choice(scales)
+        chosen.append((rng.choice("abc"), counts))
     listed = []
     for number in range(jobs):
-        model, scale = rng.choice(chosen)
+        model, counts = rng.choice(chosen)
         steps, weight = float(rng.randint(1, 9)), rng.choice(WEIGHTS)
-        listed.append(Job(f"job {number}", model, steps, scale, weight))
-    return Workload(tuple(listed), random_throughputs(rng, pool, chosen))
+        one, many = (counts, ()) if isinstance(counts, int) else (1, counts)
+        listed.append(Job(f"job {number}", model, steps, one, weight, counts=many))
+    each = sorted({(kind[0], count) for kind in chosen for count in counts_of(kind)})
+    return Workload(tuple(listed), random_throughputs(rng, pool, each))
+
+
+def use_of(problem: AllocationProblem, job: int, worker: int) -> int:
+    """Accelerators that a job takes on a worker type; 0 where it has no such choice."""
+    counts = problem.table.kinds[problem.kind[job]][1]
+    of_worker = problem.table.workers[worker].count
+    if isinstance(counts, int):
+        return counts if of_worker is None else 0
+    return of_worker if of_worker in counts else 0
 
 
 def random_owners(rng: Random, workload: Workload) -> Workload:

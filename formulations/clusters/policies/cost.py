@@ -60,15 +60,15 @@ def positive_prices(problem: AllocationProblem) -> Floats:
 
 def dollars_per_hour(problem: AllocationProblem, allocation: Allocation) -> float:
     """Dollars per hour of the accelerators in use."""
-    scale = problem.scale[allocation.job]
-    return float((allocation.share * scale) @ prices(problem)[allocation.worker])
+    uses = problem.uses[allocation.job, allocation.worker]
+    return float((allocation.share * uses) @ prices(problem)[allocation.worker])
 
 
 def least_cost(problem: AllocationProblem) -> Floats:
     """Dollars per hour for one step per second of each kind where it is cheapest, (kinds,)."""
     table = problem.table
     with np.errstate(divide="ignore", invalid="ignore"):
-        cost = table.scale[:, None] * prices(problem) / table.alone
+        cost = table.uses * prices(problem) / table.alone
     return np.asarray(np.where(table.alone > 0, cost, np.inf).min(axis=1))
 
 
@@ -186,10 +186,11 @@ def _least_spent(problem: AllocationProblem, asked: Costed) -> float:
     alone or one pair all of the time: some best allocation is a single such column.
     """
     if not asked.floor.any():
-        return float(problem.table.scale.min() * prices(problem).min())
+        dollars = np.where(problem.rates > 0, problem.uses * prices(problem), np.inf)
+        return float(dollars.min())
     table = problem.table
     least = least_cost(problem)
-    half = table.scale[table.first] * prices(problem)[table.worker] / 2
+    half = table.uses[table.first, table.worker] * prices(problem)[table.worker] / 2
     rates = table.paired
     itself = table.first == table.second
     rates = np.where(itself[:, None], rates.mean(axis=1, keepdims=True), rates)

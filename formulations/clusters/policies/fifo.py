@@ -118,9 +118,9 @@ def _resources(problem: AllocationProblem, price: Floats) -> Floats:
     Shape (kinds, workers).
     """
     table = problem.table
-    cost = table.scale[:, None] * price[table.accelerator]
-    for row, (worker, parts, _) in enumerate(server_rows(table), len(table.counts)):
-        cost[:, worker] += parts * price[row]
+    cost = table.uses * price[table.accelerator]
+    for row, (_, parts, _) in enumerate(server_rows(table), len(table.counts)):
+        cost += parts * price[row]
     return np.asarray(cost)
 
 

@@ -25,7 +25,7 @@ def tree(problem: AllocationProblem) -> Needs:
     fifo = np.array([entity.discipline == "fifo" for entity in entities])
     weight = np.array([entity.weight for entity in entities])
     own = np.where(fifo[problem.entity], 1.0, problem.weight)
-    fair = problem.equal_throughput() / problem.scale
+    fair = problem.fair_throughput()
     order = _top_down(parent)
 
     def needs(stuck: Bools) -> Floats:

@@ -27,22 +27,22 @@ def divided(problem: AllocationProblem, part: Floats) -> Floats:
     Where placement counts, a job has its part of the servers too; the time for which that is too
     little for its accelerators together, they are spread.
     """
-    table, scale = problem.table, problem.scale
-    of_type = part[:, None] * table.counts / scale[:, None]
-    of_type /= np.maximum(1.0, of_type.sum(axis=1, keepdims=True))
-    most = np.full((len(problem), len(table.workers)), np.inf)
-    for worker, parts, servers in server_rows(table):
+    table, uses = problem.table, problem.uses
+    left, chosen = problem.parted(part)
+    counts = np.take_along_axis(uses, chosen, axis=1)
+    most = np.full(uses.shape, np.inf)
+    for _, parts, servers in server_rows(table):
         of_job = parts[problem.kind]
-        most[:, worker] = np.minimum(
-            most[:, worker],
-            np.divide(part * servers, of_job, out=np.full(len(of_job), np.inf), where=of_job > 0),
-        )
-    shares, left = np.zeros_like(most), of_type.copy()
+        fit = np.full(uses.shape, np.inf)
+        np.divide(part[:, None] * servers, of_job, out=fit, where=of_job > 0)
+        most = np.minimum(most, fit)
+    shares = np.zeros_like(most)
     jobs = np.arange(len(problem))
     for workers in np.argsort(-problem.rates, axis=1, kind="stable").T:
         types = table.accelerator[workers]
         given = np.minimum(left[jobs, types], most[jobs, workers])
-        given = np.where(problem.rates[jobs, workers] > 0, given, 0.0)
+        runs = problem.rates[jobs, workers] > 0
+        given = np.where(runs & (uses[jobs, workers] == counts[jobs, types]), given, 0.0)
         shares[jobs, workers] = given
         left[jobs, types] -= given
     return shares

@@ -9,7 +9,7 @@ from stagewright.graphs.documents.arrays import Floats
 
 def needs(problem: AllocationProblem) -> Floats:
     """The throughput at which each job's normalised throughput is 1, steps per second."""
-    return problem.weight * problem.equal_throughput() / problem.scale
+    return problem.weight * problem.fair_throughput()
 
 
 def objective(problem: AllocationProblem, allocation: Allocation) -> float:

@@ -44,8 +44,7 @@ def flat(problem: AllocationProblem) -> Needs:
 
 def normalised(problem: AllocationProblem, allocation: Allocation) -> Floats:
     """Each job's normalised throughput, without its weight (5.4.1)."""
-    found = throughput(problem, allocation) * problem.scale / problem.equal_throughput()
-    return np.asarray(found)
+    return np.asarray(throughput(problem, allocation) / problem.fair_throughput())
 
 
 def objective(problem: AllocationProblem, allocation: Allocation, needs: Needs) -> float:
@@ -57,7 +56,7 @@ def objective(problem: AllocationProblem, allocation: Allocation, needs: Needs) 
 def units(problem: AllocationProblem) -> Floats:
     """Each job's approximate throughput, steps per second: a unit that scales rows to about 1."""
     crowding = min(1.0, float(problem.table.counts.sum() / problem.scale.sum()))
-    return np.asarray(problem.equal_throughput() / problem.scale * crowding)
+    return np.asarray(problem.fair_throughput() * crowding)
 
 
 def key(values: Floats) -> Floats:

@@ -94,30 +94,37 @@ class RateSetting:
         return np.asarray(self.alone.max(axis=1))
 
     @property
-    def of_type(self) -> Floats:
-        """Rates alone on each type of accelerator, at its better placement, shape (jobs, types)."""
-        table = self.problem.table
-        return np.array(
-            [
-                self.alone[:, table.accelerator == number].max(axis=1)
-                for number in range(len(table.pool.accelerators))
-            ]
-        ).T
+    def fair(self) -> Floats:
+        """throughput(m, X^equal) / scale_m, 5.4.1: an even part of the cluster's accelerators.
 
-    @property
-    def equal(self) -> Floats:
-        """throughput(m, X^equal), 5.4.1: time is split evenly over the cluster's accelerators."""
+        Of several counts the one at which an accelerator does most.
+        """
         counts = self.problem.table.counts
-        return np.asarray(self.of_type @ (counts / counts.sum()))
+        of_one = self.alone / np.maximum(self.problem.uses, 1)
+        best = [of_one[:, here].max(axis=1) for here in self._workers_of_types]
+        return np.asarray(np.array(best).T @ (counts / counts.sum()))
 
     @property
     def isolated(self) -> Floats:
         """throughput(m, X^isolated), 5.4.2: 1/n of every type, and no more time than there is."""
         found = []
-        for rates, scale in zip(self.of_type, self.problem.scale, strict=True):
-            share = self.problem.table.counts / (scale * len(self.problem))
-            found.append(rates @ share / max(1.0, share.sum()))
+        for rates, uses in zip(self.alone, self.problem.uses, strict=True):
+            chosen = []
+            for here, count in zip(self._workers_of_types, self.problem.table.counts, strict=True):
+                times = [
+                    (rates[w], count / (uses[w] * len(self.problem)))
+                    for w in here.tolist()
+                    if uses[w]
+                ]
+                chosen.append(max(times, key=lambda one: one[0] * min(1.0, one[1])))
+            total = sum(time for _, time in chosen)
+            found.append(sum(rate * time for rate, time in chosen) / max(1.0, total))
         return np.array(found)
+
+    @property
+    def _workers_of_types(self) -> list[Ints]:
+        table = self.problem.table
+        return [np.flatnonzero(table.accelerator == number) for number in range(len(table.counts))]
 
     def variable(self) -> cp.Variable:
         """X, 0 where a combination does not run."""
@@ -135,23 +142,25 @@ class RateSetting:
         # Both jobs of a pair have one scale, and take their accelerators once.
         first = self._first
         servers = tuple(
-            servers_per_job[problem.kind[first]] @ X[:, worker] <= servers * whole
-            for worker, servers_per_job, servers in server_rows(table)
+            cp.sum(cp.multiply(parts[problem.kind[first]], X)) <= servers * whole
+            for _, parts, servers in server_rows(table)
         )
         return Valid(
             self._contains @ cp.sum(X, axis=1) <= whole,
-            types.astype(float) @ (problem.scale[first] @ X) <= table.counts * whole,
+            types.astype(float) @ cp.sum(cp.multiply(problem.uses[first], X), axis=0)
+            <= table.counts * whole,
             servers,
         )
 
     def dollars_per_second(self, X: cp.Variable) -> cp.Expression:
         """Sum of cost(m, X), 6.4.2: every accelerator in use costs its price."""
-        total: cp.Expression = cp.sum((self.problem.scale[self._first] @ X) @ self._prices())
+        dollars = self.problem.uses[self._first] * self._prices()
+        total: cp.Expression = cp.sum(cp.multiply(dollars, X))
         return total
 
     def cheapest_dollars_per_step(self) -> Floats:
         """Dollars of a step of each job on its cheapest worker type, shape (jobs,)."""
-        dollars_per_second = self.problem.scale[:, None] * self._prices()
+        dollars_per_second = self.problem.uses * self._prices()
         with np.errstate(divide="ignore"):
             return np.asarray((dollars_per_second / self.alone).min(axis=1))
 

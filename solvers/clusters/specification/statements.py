@@ -26,7 +26,7 @@ STUCK = 1e-6
 def max_min(given: RateSetting) -> Specified | Status:
     """5.4.1: maximise the least 1/w_m throughput(m, X) / throughput(m, X^equal) scale_m."""
     X, problem = given.variable(), given.problem
-    factor = problem.scale / (problem.weight * given.equal)
+    factor = 1 / (problem.weight * given.fair)
     objective = cp.Maximize(cp.min(cp.multiply(factor, given.throughput(X))))
     return given.solved(X, objective, given.valid(X))
 
@@ -137,7 +137,7 @@ def _filled(given: RateSetting, weights: Callable[[Bools], Floats]) -> Specified
     levels: list[float] = []
     while True:
         weight = weights(stuck)
-        unit = weight * given.equal / given.problem.scale
+        unit = weight * given.fair
         answer = _raised(given, sure, unit)
         if not isinstance(answer, Specified):
             return answer

@@ -14,7 +14,7 @@ from stagewright.formulations.clusters.allocation import throughput
 from stagewright.formulations.clusters.allocation_plan import save_allocation
 from stagewright.graphs.documents.documents import to_json, write_text
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.workloads.jobs import load_workload, save_workload
+from stagewright.graphs.workloads.jobs import counts_of, load_workload, save_workload
 from stagewright.service.answers import Answer
 from stagewright.service.clusters.requests import (
     AllocateRequest,
@@ -113,18 +113,26 @@ def _print_shares(answer: "AllocateAnswer") -> None:
     workers = problem.table.workers
     shares = allocation.dense(len(problem), len(workers))
     rates = throughput(problem, allocation)
+    shown = [[f"{share:.3f}" if share > 1e-9 else "" for share in row] for row in shares]
+    names = [worker.name for worker in workers]
+    if any(worker.count for worker in workers):  # too many types for a column each
+        shown = [
+            [", ".join(f"{name} {share}" for name, share in zip(names, row, strict=True) if share)]
+            for row in shown
+        ]
+        names = ["<share of time"]
     rows = [
         (
             problem.names[job],
-            problem.table.kinds[problem.kind[job]][0],
-            str(problem.scale[job]),
-            *(f"{share:.3f}" if share > 1e-9 else "" for share in shares[job]),
+            kind[0],
+            "/".join(map(str, counts_of(kind))),
+            *shown[job],
             f"{rates[job]:.4g}",
         )
         for job in range(min(len(problem), _SHOWN_JOBS))
+        for kind in [problem.table.kinds[problem.kind[job]]]
     ]
-    head = ("<job", "<model", "scale", *(worker.name for worker in workers), "steps/s")
-    print_table(head, rows)
+    print_table(("<job", "<model", "scale", *names, "steps/s"), rows)
 
 
 class RoundsOptions(Served, Printed):
