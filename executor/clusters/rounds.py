@@ -4,6 +4,9 @@ Narayanan, PhD thesis (2021), section 5.5 and algorithm 2. A job's (or pair's) p
 accelerator is its target share over the fraction of that type's time it has received; each round
 takes jobs by priority while they fit, and no job twice. The simulation and the runtime use the same
 object: it has no clock and is given the seconds that jobs ran.
+
+A move costs a job its restart (``restart_seconds``). So a job that was moved comes before all
+others where it is, until its lease is so long that the restart was a small part of it.
 """
 
 import random
@@ -12,10 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stagewright.executor.clusters.places import FreeServers
 from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem
 from stagewright.formulations.clusters.rates import RateTable
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.documents.errors import InvalidPlan
+
+RESTARTS = 0.05
+"""The part of a job's time that restarts may take."""
 
 _Key = tuple[tuple[int, ...], int]  # a job or pair by id, and its worker type
 
@@ -55,7 +62,7 @@ class _Queue:
     """Entries of one accelerator type: each is a job, or a pair, on a worker type.
 
     ``received`` are the seconds since the reset plus half a round; ``owed`` are the seconds of
-    earlier targets that rounds did not provide.
+    earlier targets that rounds did not provide; a lease lasts at least ``least_seconds``.
     """
 
     first: Ints
@@ -65,6 +72,7 @@ class _Queue:
     share: Floats
     received: Floats
     owed: Floats
+    least_seconds: Floats
     alive: Bools
     keys: list[_Key]
     sizes: list[
@@ -98,6 +106,8 @@ class Mechanism:
         self._lost: list[set[int]] = [set() for _ in table.pool.accelerators]
         self._owed: dict[_Key, float] = {}
         self._last: dict[_Key, Assignment] = {}
+        self._leased: dict[_Key, float] = {}  # seconds of the current leases
+        self._settled: Bools = np.zeros(1, dtype=bool)  # jobs that stay; the last is none's
         self._ids: tuple[int, ...] = ()
         self._row: dict[int, int] = {}
         self._queues: tuple[_Queue, ...] = ()
@@ -149,7 +159,7 @@ class Mechanism:
         first = np.concatenate([row, pairs[0][here]]).astype(np.int64)
         second = np.concatenate([np.full(len(row), -1), pairs[1][here]]).astype(np.int64)
         worker = np.concatenate([workers[column], pairs[2][here]]).astype(np.int64)
-        uses = problem.uses[first, worker]
+        uses, restart = problem.uses[first, worker], problem.restart_seconds / RESTARTS
         queue = _Queue(
             first,
             second,
@@ -158,6 +168,7 @@ class Mechanism:
             np.concatenate([shares[row, workers[column]], pairs[3][here]]),
             np.full(len(first), self.round_seconds / 2),
             np.zeros(len(first)),
+            np.maximum(restart[first], np.where(second < 0, 0.0, restart[second])),
             np.ones(len(first), dtype=bool),
             [
                 ((self._ids[a],) if b < 0 else (self._ids[a], self._ids[b]), on)
@@ -207,7 +218,9 @@ class Mechanism:
     def account(self, assignment: Assignment, seconds: float) -> None:
         """Record that the assignment ran for ``seconds``, which may differ from a round."""
         self._longest = max(self._longest, seconds)
-        place = self._place.get((assignment.jobs, assignment.worker))
+        key = assignment.jobs, assignment.worker
+        self._leased[key] = seconds + (self._leased.get(key, 0.0) if assignment.renewed else 0.0)
+        place = self._place.get(key)
         if place is not None:
             queue, at = place
             queue.received[at] += seconds
@@ -223,11 +236,17 @@ class Mechanism:
         if self.shuffle is not None:
             self.shuffle.shuffle(order)
         taken = np.zeros(len(self._ids), dtype=bool)
+        self._settled = np.zeros(len(self._ids) + 1, dtype=bool)
+        for queue in self._queues:
+            stays = self._stays(queue)
+            self._settled[queue.first[stays]] = self._settled[queue.second[stays]] = True
+        self._settled[-1] = False
         assigned: dict[int, list[Assignment]] = {}
         for number in order:
             assigned[number] = self._fill(number, taken)
         found = tuple(one for number in sorted(assigned) for one in assigned[number])
         self._last = {(one.jobs, one.worker): one for one in found}
+        self._leased = {key: time for key, time in self._leased.items() if key in self._last}
         return found
 
     def _fill(self, number: int, taken: Bools) -> list[Assignment]:
@@ -252,10 +271,20 @@ class Mechanism:
         eligible = queue.alive & ~taken[queue.first] & ~((queue.second >= 0) & taken[queue.second])
         if not self.fill:
             eligible &= queue.share > 0
+        stays = self._stays(queue)
+        others = ~self._settled[queue.first] & ~self._settled[queue.second]
+        eligible = stays | (eligible & others)
         candidates = np.flatnonzero(eligible)
         # X / f with f = t / sum of t: the sum is equal for all of a type, so it is left out.
         priority = queue.share[candidates] / queue.received[candidates]
-        by_priority = np.lexsort((-queue.share[candidates], -queue.owed[candidates], -priority))
+        by_priority = np.lexsort(
+            (
+                -queue.share[candidates],
+                -queue.owed[candidates],
+                -priority,
+                ~stays[candidates],
+            )
+        )
         ordered = candidates[by_priority]
         used: set[int] = set()
         chosen = []
@@ -275,25 +304,33 @@ class Mechanism:
                 break
         return chosen
 
+    def _stays(self, queue: _Queue) -> Bools:
+        """Which entries have a lease that is still too short for another move."""
+        if not queue.least_seconds.any():
+            return np.zeros(len(queue.keys), dtype=bool)
+        leased = np.array([self._leased.get(key, np.inf) for key in queue.keys])
+        return np.asarray(queue.alive & (leased < queue.least_seconds))
+
     def _placed(
         self, number: int, queue: _Queue, chosen: list[int]
     ) -> tuple[list[Assignment], set[int]]:
         """Accelerators for the chosen entries, and the entries that fit on no single server.
 
-        Jobs that need one server come first, then by decreasing size; among equal sizes first
-        those that keep their accelerators.
+        Those that stay come first, then jobs that need one server, then by decreasing size; among
+        equal sizes first those that keep their accelerators.
         """
-        servers = _Servers(
+        servers = FreeServers(
             self.table.pool.accelerators[number].count,
             self.table.pool.accelerators[number].per_server,
             self._lost[number],
         )
-        classes: dict[tuple[bool, int], list[int]] = {}
+        classes: dict[tuple[bool, bool, int], list[int]] = {}
+        stays = self._stays(queue)
         for at in chosen:
-            classes.setdefault(queue.sizes[at], []).append(at)
+            classes.setdefault((not stays[at], *queue.sizes[at]), []).append(at)
         placed: list[Assignment] = []
         failed: set[int] = set()
-        for (_, size), members in sorted(classes.items()):
+        for (*_, size), members in sorted(classes.items()):
             left = []
             for at in members:
                 key = queue.keys[at]
@@ -341,50 +378,3 @@ def _pairs(allocation: Allocation) -> tuple[Ints, Ints, Ints, Floats]:
     share = np.zeros(len(found))
     np.add.at(share, at.reshape(-1), allocation.share[paired])
     return found[:, 0], found[:, 1], found[:, 2], share
-
-
-class _Servers:
-    """The free accelerators of one type, server by server."""
-
-    def __init__(self, count: int, per_server: int | None, lost: set[int]) -> None:
-        self.size = per_server or count
-        self.free = [
-            set(range(start, start + self.size)) - lost for start in range(0, count, self.size)
-        ]
-
-    def take(self, numbers: tuple[int, ...]) -> bool:
-        """Take exactly these, if all are free."""
-        if any(number not in self.free[number // self.size] for number in numbers):
-            return False
-        for number in numbers:
-            self.free[number // self.size].remove(number)
-        return True
-
-    def place(self, scale: int, together: bool) -> tuple[int, ...] | None:
-        """Take ``scale`` accelerators on as few servers as possible, preferably the fullest.
-
-        None if there are not enough, or if ``together`` and they do not fit on the fewest servers.
-        """
-        fitting = [(len(free), at) for at, free in enumerate(self.free) if len(free) >= scale]
-        chosen = [min(fitting)[1]] if fitting else self._several(scale)
-        least = -(-scale // self.size)
-        if not chosen or (together and len(chosen) > least):
-            return None
-        numbers = [number for server in chosen for number in sorted(self.free[server])][:scale]
-        for number in numbers:
-            self.free[number // self.size].remove(number)
-        return tuple(sorted(numbers))
-
-    def _several(self, scale: int) -> list[int]:
-        """Servers with the most room first, the last the one with the least that is enough."""
-        holders = [server for server, free in enumerate(self.free) if free]
-        by_room = sorted(holders, key=lambda server: (-len(self.free[server]), server))
-        chosen: list[int] = []
-        missing = scale
-        while by_room and missing > 0:
-            enough = [server for server in by_room if len(self.free[server]) >= missing]
-            server = enough[-1] if enough else by_room[0]
-            by_room.remove(server)
-            chosen.append(server)
-            missing -= len(self.free[server])
-        return chosen if missing <= 0 else []

@@ -1,4 +1,4 @@
-"""Settings of a simulated cluster."""
+"""Settings and jobs of a simulated cluster."""
 
 import math
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from stagewright.formulations.clusters.rates import RateTable, rate_table
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.workloads.jobs import Kind, Throughputs
+from stagewright.graphs.workloads.jobs import Job, Kind, Throughputs
 from stagewright.graphs.workloads.pool import Pool
 
 MOST_ROUNDS = 1_000_000  # eleven years of rounds of six minutes
@@ -68,3 +68,44 @@ def table_of(
     return rate_table(
         throughputs, pool, every, space_sharing=rules.space_sharing, placement=rules.placement
     )
+
+
+Quota = tuple[float, float, float]
+"""Steps per second; steps in a round, and the seconds that they take."""
+
+
+def quota_of(rate: float, seconds: float) -> Quota:
+    """Whole steps within ``seconds``; a step that is longer continues in the next round."""
+    most = rate * seconds
+    steps = float(int(most)) or most
+    return rate, steps, steps / rate if rate else 0.0
+
+
+@dataclass(slots=True)
+class ActiveJob:
+    """A job in the cluster.
+
+    ``since_reset`` are steps run since the last allocation, ``restarting`` the seconds until its
+    next step on the accelerators that it has.
+    """
+
+    number: int
+    job: Job
+    kind: int
+    left: float
+    isolated_seconds: float = 0.0
+    since_reset: float = 0.0
+    restarting: float = 0.0
+
+    def plan(self, quota: Quota, renewed: bool, round_seconds: float) -> tuple[float, float]:
+        """Steps in a round, and the seconds of the restart and of them."""
+        if not renewed:
+            self.restarting = self.job.restart_seconds
+        waited = min(self.restarting, round_seconds)
+        self.restarting -= waited
+        if waited == round_seconds:
+            return 0.0, waited
+        rate, steps, seconds = quota_of(quota[0], round_seconds - waited) if waited else quota
+        if steps > self.left:
+            steps, seconds = self.left, self.left / rate
+        return steps, waited + seconds

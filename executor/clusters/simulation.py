@@ -7,19 +7,21 @@ allocations are recomputed when jobs have arrived or completed, but not too ofte
 * accelerators are not kept idle for a job that has arrived since the last allocation;
 * a job that shares accelerators ends with its own last step, not with its partner's;
 * the time of shared accelerators is paid once;
+* a job that starts on other accelerators takes its ``restart_seconds`` before its next step;
 * a distributed job with fewer steps left than accelerators runs them, instead of being dropped.
 """
 
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from stagewright.executor.clusters.outages import DownAccelerators, Outage, Peekable
 from stagewright.executor.clusters.rounds import Assignment, Mechanism
-from stagewright.executor.clusters.rules import ClusterRules, table_of
+from stagewright.executor.clusters.rules import ActiveJob, ClusterRules, quota_of, table_of
 from stagewright.executor.clusters.timeline import (
     HOUR,
     ClusterTimeline,
@@ -56,19 +58,6 @@ class ClusterState:
 
 
 OnProgress = Callable[[ClusterState], None]
-_Quota = tuple[float, float, float]  # steps per second; steps in a round and their seconds
-
-
-@dataclass(slots=True)
-class _Active:
-    """A job in the cluster. ``since_reset`` are steps run since the last allocation."""
-
-    number: int
-    job: Job
-    kind: int
-    left: float
-    isolated_seconds: float = 0.0
-    since_reset: float = 0.0
 
 
 def simulate_cluster(
@@ -96,7 +85,7 @@ def simulate_cluster(
     rules = rules or ClusterRules()
     if window is None:
         jobs = tuple(jobs)
-    elastic = [job.kind for job in jobs if job.counts] if isinstance(jobs, tuple) else []
+    elastic = [job.kind for job in jobs if job.counts] if isinstance(jobs, Sequence) else []
     table = table_of(throughputs, pool, rules, elastic)
     run = _ClusterRun(jobs, table, allocate, rules, entities, failures, window)
     return run.run(keep_assignments, on_progress, stop)
@@ -120,7 +109,7 @@ class _ClusterRun:
         shuffle = None if rules.shuffle_seed is None else random.Random(rules.shuffle_seed)
         self.mechanism = Mechanism(table, rules.round_seconds, fill=rules.fill, shuffle=shuffle)
         self.out_of_order = DownAccelerators(failures, self.mechanism)
-        self.active: dict[int, _Active] = {}
+        self.active: dict[int, ActiveJob] = {}
         self.outcomes: list[SimulatedJob | None] = []
         self.completed = 0
         self.now = 0.0
@@ -135,9 +124,10 @@ class _ClusterRun:
         self.busy = np.zeros(len(table.counts))
         self.renewals = self.renewable = self.leases = 0
         self.type_of = table.accelerator.tolist()
-        self.alone = [[self.quota(rate) for rate in rates] for rates in table.alone.tolist()]
+        quota = partial(quota_of, seconds=rules.round_seconds)
+        self.alone = [[quota(rate) for rate in rates] for rates in table.alone.tolist()]
         self.paired = {
-            (int(first), int(second), int(worker)): [self.quota(float(rate)) for rate in rates]
+            (int(first), int(second), int(worker)): [quota(float(rate)) for rate in rates]
             for first, second, worker, rates in zip(
                 table.first, table.second, table.worker, table.paired, strict=True
             )
@@ -178,7 +168,7 @@ class _ClusterRun:
                     f"job {job.name!r}: {job.model!r} on {counts} accelerators cannot run in "
                     "this cluster, or some of its rates are missing"
                 )
-            self.active[number] = _Active(number, job, kind, job.steps)
+            self.active[number] = ActiveJob(number, job, kind, job.steps)
             self.outcomes.append(None)
             self.changed = True
 
@@ -229,12 +219,12 @@ class _ClusterRun:
         for one in self.active.values():
             self.settle_one(one)
 
-    def settle_one(self, one: _Active) -> None:
+    def settle_one(self, one: ActiveJob) -> None:
         if one.since_reset:
             one.isolated_seconds += one.since_reset / self.isolated[one.number]
             one.since_reset = 0.0
 
-    def problem(self, table: RateTable, members: list[_Active]) -> AllocationProblem:
+    def problem(self, table: RateTable, members: list[ActiveJob]) -> AllocationProblem:
         jobs = [one.job for one in members]
         arrival = np.array([job.arrival_seconds for job in jobs])
         slo = np.array([math.inf if job.slo_seconds is None else job.slo_seconds for job in jobs])
@@ -247,6 +237,7 @@ class _ClusterRun:
             self.now - arrival,
             np.array([one.isolated_seconds for one in members]),
             arrival + slo - self.now,
+            np.array([job.restart_seconds for job in jobs]),
             np.array([self.entity_of.get(job.entity or "", -1) for job in jobs], dtype=np.int64),
             self.entities,
         )
@@ -285,12 +276,6 @@ class _ClusterRun:
         kept = assignments if keep_assignments else ()
         self.rounds.append(TimelineRound(start, self.now, active, shares, kept))
 
-    def quota(self, rate: float) -> _Quota:
-        """Whole steps of a round; a step longer than a round continues in the next."""
-        most = rate * self.rules.round_seconds
-        steps = float(int(most)) or most
-        return rate, steps, steps / rate if rate else 0.0
-
     def plan(self, assignment: Assignment) -> list[tuple[float, float]]:
         """Steps of each job of the assignment, and their seconds."""
         members = [self.active[job] for job in assignment.jobs]
@@ -299,8 +284,8 @@ class _ClusterRun:
         else:
             quotas = self.paired[members[0].kind, members[1].kind, assignment.worker]
         return [
-            (steps, seconds) if steps <= one.left else (one.left, one.left / rate)
-            for one, (rate, steps, seconds) in zip(members, quotas, strict=True)
+            one.plan(quota, assignment.renewed, self.rules.round_seconds)
+            for one, quota in zip(members, quotas, strict=True)
         ]
 
     def advance(
@@ -313,7 +298,7 @@ class _ClusterRun:
             if one.left <= DONE * one.job.steps:
                 self.complete(one, start + seconds)
 
-    def complete(self, one: _Active, finish: float) -> None:
+    def complete(self, one: ActiveJob, finish: float) -> None:
         self.settle_one(one)
         self.outcomes[one.number] = SimulatedJob(one.job, finish, one.isolated_seconds)
         del self.active[one.number]

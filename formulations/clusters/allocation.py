@@ -27,8 +27,9 @@ class AllocationProblem:
 
     ``kind`` indexes ``table.kinds``; ``steps`` are still to run; ``elapsed_seconds`` are since
     arrival; ``isolated_seconds`` is how long the steps already run would have taken on 1/n of the
-    cluster; ``deadline_seconds`` is the time left until a job's SLO (inf for none); ``entity``
-    indexes ``entities``. All arrays have shape (jobs,).
+    cluster; ``deadline_seconds`` is the time left until a job's SLO (inf for none);
+    ``restart_seconds`` is what a move costs a job; ``entity`` indexes ``entities``. All arrays have
+    shape (jobs,).
     """
 
     names: tuple[str, ...]
@@ -39,6 +40,7 @@ class AllocationProblem:
     elapsed_seconds: Floats
     isolated_seconds: Floats
     deadline_seconds: Floats
+    restart_seconds: Floats
     entity: Ints
     entities: tuple[Entity, ...] = ()
 
@@ -82,6 +84,7 @@ class AllocationProblem:
             elapsed_seconds=self.elapsed_seconds[chosen],
             isolated_seconds=self.isolated_seconds[chosen],
             deadline_seconds=self.deadline_seconds[chosen],
+            restart_seconds=self.restart_seconds[chosen],
             entity=self.entity[chosen],
         )
 
@@ -152,6 +155,7 @@ def problem_of_jobs(
         zeros,
         zeros,
         np.array([np.inf if job.slo_seconds is None else job.slo_seconds for job in jobs]),
+        np.array([job.restart_seconds for job in jobs]),
         np.array([position.get(job.entity or "", -1) for job in jobs], dtype=np.int64),
         entities,
     )

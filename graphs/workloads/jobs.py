@@ -24,7 +24,8 @@ class Job:
 
     ``weight`` is its share relative to other jobs, ``arrival_seconds`` its time of arrival,
     ``slo_seconds`` its deadline relative to that, ``entity`` its owner. With ``counts``, in place
-    of ``scale``, it runs on any of these numbers of accelerators, in turn on several.
+    of ``scale``, it runs on any of these numbers of accelerators, in turn on several. Where it
+    starts, or goes on with other accelerators, it takes ``restart_seconds`` before its next step.
     """
 
     name: str
@@ -36,12 +37,14 @@ class Job:
     slo_seconds: float | None = None
     entity: str | None = None
     counts: tuple[int, ...] = ()
+    restart_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         place = f"job {self.name!r}: "
         require_count(self.scale, place + "scale", _MAX_SCALE)
         _require_counts(place, self.counts, self.scale)
         require_amount(self.arrival_seconds, place + "arrival_seconds")
+        require_amount(self.restart_seconds, place + "restart_seconds")
         if self.arrival_seconds > _LAST_ARRIVAL:
             raise InputError(
                 f"{place}arrival_seconds must be at most {_LAST_ARRIVAL:g}, after which a round is "

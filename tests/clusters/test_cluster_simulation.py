@@ -97,6 +97,33 @@ def test_two_jobs_take_turns() -> None:
     assert timeline.resets[1].mean_deviation == pytest.approx(1 / 6)
 
 
+def test_moves_by_hand() -> None:
+    """A restart of 40 s in rounds of 360 s: leases of 800 s at least, the first 40 s lost in each.
+
+    a: 320 + 360 + 360 steps, then b the same, then a its last 60.
+    """
+    jobs = [Job("a", "m", 1100.0, restart_seconds=40.0), Job("b", "m", 720.0, restart_seconds=40.0)]
+    timeline = simulate_cluster(jobs, UNIT, ONE, equal, keep_assignments=True)
+    assert [one.assignments[0].jobs[0] for one in timeline.rounds] == [0, 0, 0, 1, 1, 1, 0]
+    assert completions(timeline) == [1840.0 + 40.0 + 60.0, 1080.0 + 760.0]
+    longer = [Job("a", "m", 100.0, restart_seconds=800.0)]  # more than two rounds
+    assert completions(simulate_cluster(longer, UNIT, ONE, equal)) == [900.0]
+
+
+def test_jobs_choose_among_counts() -> None:
+    """On 1, 2 and 4 a job makes 1, 2 and 3 steps a second.
+
+    Beside each other for 360 s on 2 each, b has 4 for 240 s more: no other way is as short.
+    """
+    rates = Throughputs(tuple(Rate("m", n, "v100", r) for n, r in ((1, 1.0), (2, 2.0), (4, 3.0))))
+    jobs = [Job("a", "m", 720.0, counts=(1, 2, 4)), Job("b", "m", 1440.0, counts=(1, 2, 4))]
+    four = parse_pool("v100=4")
+    rules = ClusterRules(reset_seconds=360.0)
+    timeline = simulate_cluster(jobs, rates, four, by_policy("makespan"), rules)
+    assert timeline.makespan_seconds == pytest.approx(600.0)
+    assert completions(simulate_cluster(jobs[1:], rates, four, by_policy("max-min"))) == [480.0]
+
+
 def test_rounds_are_of_whole_steps() -> None:
     """0.75 steps a second: 7 in a round of 10 s, which ends after 9 1/3 s."""
     slow = Throughputs((Rate("m", 1, "v100", 0.75),))

@@ -1,6 +1,7 @@
 """Rounds: their rules hold whatever the target, and over time each job has its share."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from profiles import examples
 from strategies_allocation import Case, random_case, use_of
 
-from stagewright.executor.clusters.rounds import Assignment, Mechanism
+from stagewright.executor.clusters.rounds import RESTARTS, Assignment, Mechanism
 from stagewright.formulations.clusters.allocation import (
     Allocation,
     AllocationProblem,
@@ -134,6 +135,23 @@ def test_single_accelerators_get_their_shares(case: tuple[AllocationProblem, All
     found = mechanism.deviation()
     assert found.mean < 0.03
     assert found.shortfall < 0.1
+
+
+@given(random_case(), st.integers(0, 3), st.integers(0, 2**32 - 1))
+@examples(40)
+def test_a_lease_lasts_until_its_restart_is_a_small_part(case: Case, seed: int, costs: int) -> None:
+    restart = np.random.default_rng(costs).choice([0.0, 0.4, 1.0, 2.5], len(case.problem))
+    case = replace(case, problem=replace(case.problem, restart_seconds=restart))
+    lasted: dict[tuple[tuple[int, ...], int], float] = {}
+    for scheduled in run(started(case, target_of(case), seed), 30):
+        renewed = {(one.jobs, one.worker) for one in scheduled if one.renewed}
+        for key, seconds in lasted.items():
+            most = max(restart[job - 100] for job in key[0])
+            assert key in renewed or seconds >= most / RESTARTS
+        lasted = {
+            (one.jobs, one.worker): ROUND + lasted.get((one.jobs, one.worker), 0.0) * one.renewed
+            for one in scheduled
+        }
 
 
 @given(random_case(), st.integers(0, 3))
