@@ -17,7 +17,13 @@ from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
 from stagewright.graphs.documents.documents import parse
 from stagewright.service.answers import Answer
 from stagewright.service.cloud.requests import CloudAnswer, CloudRequest
-from stagewright.service.clusters.answers import AllocateAnswer, RoundsAnswer, SimulateClusterAnswer
+from stagewright.service.clusters.answers import (
+    AllocateAnswer,
+    ComputedRate,
+    RoundsAnswer,
+    SimulateClusterAnswer,
+    with_rates,
+)
 from stagewright.service.clusters.requests import AllocateRequest, RoundsRequest
 from stagewright.service.layouts.profiled import ProfiledAnswer
 from stagewright.service.layouts.rates import CalibrateAnswer
@@ -180,7 +186,8 @@ def _of_allocation(request: Request, told: Made, carried: Any) -> Made:
 
     assert isinstance(request, AllocateRequest | RoundsRequest)
     asked = {"space_sharing": request.space_sharing, "placement": request.placement}
-    problem = problem_of(request.workload, request.pool, **asked)
+    workload = with_rates(request.workload, map(ComputedRate.model_validate, told["prices"]))
+    problem = problem_of(workload, request.pool, **asked)
     plan = _object(ALLOCATION_PLAN, carried)
     result = AllocationResult(
         **{name: told[name] for name in ("status", "objective", "bound", "proved_by", "policy")},

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         allocate,
         cloud,
         estimate,
+        price_jobs,
         rounds,
         run_cluster,
         simulate_cluster,
@@ -94,11 +95,11 @@ __all__ = [
     "load_cluster", "load_graph", "load_layer_profiles", "load_layout", "load_market", "load_model",
     "load_operator_plan", "load_partition_problem", "load_plan", "load_profiled_plan", "load_trace",
     "load_tuning", "load_workload", "memory", "mixed_problem", "parse_layout", "parse_pool",
-    "partition", "place", "plan", "print_progress", "profiled_problem", "profiled_train_plan",
-    "read_architecture", "rounds", "run_cluster", "save_allocation", "save_cluster", "save_graph",
-    "save_layer_profiles", "save_layout", "save_model", "save_operator_plan", "save_plan",
-    "save_profiled_plan", "save_tuning", "schedule", "show", "simulate", "simulate_cluster",
-    "sweep", "train_plan", "training_problem", "tune", "tune_read",
+    "partition", "place", "plan", "price_jobs", "print_progress", "profiled_problem",
+    "profiled_train_plan", "read_architecture", "rounds", "run_cluster", "save_allocation",
+    "save_cluster", "save_graph", "save_layer_profiles", "save_layout", "save_model",
+    "save_operator_plan", "save_plan", "save_profiled_plan", "save_tuning", "schedule", "show",
+    "simulate", "simulate_cluster", "sweep", "train_plan", "training_problem", "tune", "tune_read",
     "uniform_servers", "what_if",
 ]  # fmt: skip
 
@@ -117,7 +118,8 @@ _LAZY = {
     "stagewright.formulations.parallelism.trials": ("Trial", "load_tuning", "save_tuning"),
     "stagewright.formulations.plans.plan": ("load_plan", "save_plan"),
     "stagewright.front.clusters": (
-        "allocate", "cloud", "estimate", "rounds", "run_cluster", "simulate_cluster",
+        "allocate", "cloud", "estimate", "price_jobs", "rounds", "run_cluster",
+        "simulate_cluster",
     ),
     "stagewright.front.layouts": (
         "calibrate", "check_profiled_plan", "frontier", "memory", "profiled_train_plan",

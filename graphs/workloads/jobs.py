@@ -3,15 +3,18 @@
 import itertools
 import os
 from collections.abc import Iterable
-from typing import Literal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
 
 from stagewright.graphs.documents import documents
-from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.errors import InputError, naming
 from stagewright.graphs.documents.units import require_amount, require_count
 
 FORMAT: Literal["stagewright-jobs"] = "stagewright-jobs"
 VERSION: Literal[1] = 1
 _MAX_SCALE = 16_384
+_MOST_SAMPLES = 1 << 30  # of a step, or tokens of a sample
 _MOST_RATIO = 1e9  # of weights
 _LAST_ARRIVAL = 1e9  # seconds
 
@@ -168,6 +171,41 @@ class Throughputs:
         )
 
 
+@documents.record
+class Training:
+    """A model whose throughputs are computed: the transformer of a ``config.json``.
+
+    One step trains ``global_batch`` samples of ``sequence`` tokens. ``config`` is a configuration,
+    or in a file its path (from the file's folder) or the name of its model, OWNER/NAME. The other
+    fields are those of ``train-plan``; those that are not given have its defaults.
+    """
+
+    model: str
+    config: str | dict[str, Any]
+    global_batch: int
+    sequence: int
+    framework: str | None = None
+    precision: str | None = None
+    attention: str | None = None
+    gradients: str | None = None
+    lora: int | None = None
+    lora_targets: str | None = None
+    frozen: str | None = None
+    images: int | None = None
+    encoder_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        place = f"training {self.model!r}: "
+        require_count(self.global_batch, place + "global_batch", _MOST_SAMPLES)
+        require_count(self.sequence, place + "sequence", _MOST_SAMPLES)
+
+    def inputs(self) -> dict[str, Any]:
+        """The fields that are ``train-plan``'s, where they are given."""
+        own = ("model", "config")
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: one for name, one in values.items() if name not in own and one is not None}
+
+
 def _require_unique(keys: Iterable[tuple[object, ...]]) -> None:
     seen = set()
     for key in keys:
@@ -178,11 +216,15 @@ def _require_unique(keys: Iterable[tuple[object, ...]]) -> None:
 
 @documents.record
 class Workload:
-    """Jobs in order of arrival, their throughputs, and the entities that own them."""
+    """Jobs in order of arrival, their throughputs, and the entities that own them.
+
+    Throughputs that are not given are computed for the models of ``trainings``.
+    """
 
     jobs: tuple[Job, ...]
-    throughputs: Throughputs
+    throughputs: Throughputs = Throughputs(())
     entities: tuple[Entity, ...] = ()
+    trainings: tuple[Training, ...] = ()
     format: Literal["stagewright-jobs"] = FORMAT
     version: Literal[1] = VERSION
 
@@ -191,6 +233,8 @@ class Workload:
             raise InputError("the workload has no jobs")
         _require_unique_names("jobs", [job.name for job in self.jobs])
         _require_unique_names("entities", [entity.name for entity in self.entities])
+        _require_unique_names("trainings", [one.model for one in self.trainings])
+        _require_trained(self.jobs, self.trainings)
         _require_order(self.jobs)
         _require_tree(self.jobs, self.entities)
         _require_comparable(self.jobs)
@@ -200,6 +244,15 @@ def _require_unique_names(what: str, names: list[str]) -> None:
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise InputError(f"two {what} are named {twice!r}")
+
+
+def _require_trained(jobs: tuple[Job, ...], trainings: tuple[Training, ...]) -> None:
+    """Refuse a training of a model that no job has."""
+    models = {job.model: None for job in jobs}
+    for one in trainings:
+        if one.model not in models:
+            known = ", ".join(map(repr, models))
+            raise InputError(f"training {one.model!r}: no job is of this model, only of {known}")
 
 
 def _require_order(jobs: tuple[Job, ...]) -> None:
@@ -253,8 +306,27 @@ def _is_own_owner(name: str, parents: dict[str, str | None]) -> bool:
 
 
 def load_workload(path: str | os.PathLike[str]) -> Workload:
-    """Read a jobs file; see :func:`documents.read` for the errors."""
-    return documents.read(Workload, path, FORMAT, VERSION)
+    """Read a jobs file, with the configurations that its trainings name.
+
+    Raises InputError as of :func:`documents.read` and ``importers.hf_config.read_fields``.
+    """
+    found = documents.read(Workload, path, FORMAT, VERSION)
+    folder = Path(path).parent
+    trainings = tuple(
+        replace(one, config=_fields_of(one, folder)) if isinstance(one.config, str) else one
+        for one in found.trainings
+    )
+    return replace(found, trainings=trainings) if trainings else found
+
+
+def _fields_of(training: Training, folder: Path) -> dict[str, Any]:
+    """The fields of the configuration that a training names."""
+    from stagewright.graphs.importers.hf_config import read_fields  # it imports networkx
+
+    assert isinstance(training.config, str)
+    here = folder / training.config
+    with naming(f"training {training.model!r}: config"):
+        return read_fields(here if here.exists() else training.config)
 
 
 def save_workload(workload: Workload, path: str | os.PathLike[str]) -> None:

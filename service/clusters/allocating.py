@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from stagewright.executor.clusters.ray_ranks import connected
 from stagewright.executor.clusters.rounds import Assignment, Mechanism
@@ -19,7 +19,7 @@ from stagewright.formulations.clusters.allocation_plan import (
     digest_of,
     shares_of,
 )
-from stagewright.formulations.forms.answers import Limits, StopToken
+from stagewright.formulations.forms.answers import Limits, OnProgress, StopToken, silent
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import PairRate
 from stagewright.service.clusters.answers import (
@@ -28,20 +28,27 @@ from stagewright.service.clusters.answers import (
     EstimateAnswer,
     MeasureAnswer,
     NewJobAnswer,
+    PriceJobsAnswer,
     RoundsAnswer,
 )
 from stagewright.service.clusters.requests import (
     AllocateRequest,
     EstimateRequest,
     MeasureRequest,
+    PriceJobsRequest,
     RoundsRequest,
+    RunClusterRequest,
+    SimulateClusterRequest,
 )
 from stagewright.solvers.clusters.estimation import Estimator, pairs_to_profile
-from stagewright.solvers.clusters.policies import AllocationResult, require_policy
+from stagewright.solvers.clusters.policies import AllocationResult, policy_named, require_policy
 from stagewright.solvers.clusters.policies import allocate as solve
 
 if TYPE_CHECKING:
     from stagewright.solvers.clusters.partitioned import JobPart, Solved
+
+JobsRequest = AllocateRequest | RoundsRequest | SimulateClusterRequest | RunClusterRequest
+J = TypeVar("J", AllocateRequest, RoundsRequest, SimulateClusterRequest, RunClusterRequest)
 
 
 def estimate(request: EstimateRequest) -> EstimateAnswer:
@@ -79,7 +86,9 @@ def measure(request: MeasureRequest) -> MeasureAnswer:
     return MeasureAnswer(model=request.model, scale=request.scale, pairs=pairs)
 
 
-def allocate(request: AllocateRequest, stop: StopToken | None = None) -> AllocateAnswer:
+def allocate(
+    request: AllocateRequest, on_progress: OnProgress = silent, stop: StopToken | None = None
+) -> AllocateAnswer:
     """Divide the accelerators; infeasible is an answer.
 
     Raises
@@ -87,12 +96,56 @@ def allocate(request: AllocateRequest, stop: StopToken | None = None) -> Allocat
     InputError
         If a throughput is missing, a job fits nowhere, or the policy lacks what it needs.
     """
-    problem = require_allocatable(request)
-    return _answer(request, problem, _solved(request, problem, stop))
+    whole, priced = with_throughputs(request, on_progress, stop)
+    problem = _allocatable(whole)
+    return _answer(request, problem, _solved(request, problem, stop), priced)
 
 
-def require_allocatable(request: AllocateRequest) -> AllocationProblem:
-    """The problem; refuses what the policy lacks for it. Raises InputError as `allocate`."""
+def with_throughputs(
+    request: J, on_progress: OnProgress = silent, stop: StopToken | None = None
+) -> tuple[J, PriceJobsAnswer | None]:
+    """The request with all throughputs of its workload, and the computed ones; None without any."""
+    pricing = _pricing(request)
+    if pricing is None:
+        return request, None
+    from stagewright.service.clusters.pricing import price_jobs  # with the search for layouts
+
+    done = price_jobs(pricing, on_progress, stop)
+    return request.model_copy(update={"workload": done.workload}), done
+
+
+def require_trainings(request: JobsRequest) -> bool:
+    """Whether a workload has trainings; refuses unknown ones, and an unknown policy.
+
+    What else the policy lacks is known when their throughputs are.
+    """
+    pricing = _pricing(request)
+    if pricing is None:
+        return False
+    from stagewright.service.clusters.pricing import require_priceable
+
+    policy_named(request.policy)
+    require_priceable(pricing)
+    return True
+
+
+def _pricing(request: JobsRequest) -> PriceJobsRequest | None:
+    """The request for the throughputs of a workload's trainings; None without any."""
+    workload = request.workload
+    if workload is None or not workload.trainings:
+        return None
+    pool, placement = request.pool, request.placement
+    return PriceJobsRequest.of(workload=workload, pool=pool, placement=placement)
+
+
+def require_allocatable(request: AllocateRequest) -> None:
+    """Refuse what can be refused before a search. Raises InputError as `allocate`."""
+    if not require_trainings(request):
+        _allocatable(request)
+
+
+def _allocatable(request: AllocateRequest) -> AllocationProblem:
+    """The problem; refuses what the policy lacks for it."""
     problem = _problem(request)
     if request.parts is None:
         require_policy(problem, request.policy, request.budget_dollars, request.backend)
@@ -141,7 +194,10 @@ def on_ray(
 
 
 def _answer(
-    request: AllocateRequest | RoundsRequest, problem: AllocationProblem, result: AllocationResult
+    request: AllocateRequest | RoundsRequest,
+    problem: AllocationProblem,
+    result: AllocationResult,
+    priced: PriceJobsAnswer | None,
 ) -> AllocateAnswer:
     plan = _plan(request, problem, result)
     return AllocateAnswer.of(
@@ -150,6 +206,8 @@ def _answer(
         utilisation=_utilisation(problem, result),
         duals=None if result.duals is None else result.duals.named(problem),
         allocation=None if plan is None else plan.shares,
+        prices=() if priced is None else priced.prices,
+        assumed=() if priced is None else priced.assumed,
         problem=problem,
         result=result,
         plan=plan,
@@ -205,7 +263,9 @@ def policy_allocator(
 # --- Rounds --------------------------------------------------------------------------------------
 
 
-def rounds(request: RoundsRequest, stop: StopToken | None = None) -> RoundsAnswer | AllocateAnswer:
+def rounds(
+    request: RoundsRequest, on_progress: OnProgress = silent, stop: StopToken | None = None
+) -> RoundsAnswer | AllocateAnswer:
     """Realise an allocation round by round; the policy's answer where it has no allocation.
 
     Raises
@@ -213,29 +273,38 @@ def rounds(request: RoundsRequest, stop: StopToken | None = None) -> RoundsAnswe
     InputError
         If the given allocation answers other jobs or another pool, or as for :func:`allocate`.
     """
-    problem, given = require_realisable(request)
+    whole, priced = with_throughputs(request, on_progress, stop)
+    problem, given = _realisable(request, whole)
     if given is not None:
-        return _realised(request, given.policy, problem, allocation_of(given, problem))
+        return _realised(request, given.policy, problem, allocation_of(given, problem), priced)
     result = solve(
         problem, request.policy, request.limits(stop), budget_dollars=request.budget_dollars
     )
     if result.allocation is None:
-        return _answer(request, problem, result)
-    return _realised(request, request.policy, problem, result.allocation)
+        return _answer(request, problem, result, priced)
+    return _realised(request, request.policy, problem, result.allocation, priced)
 
 
-def require_realisable(request: RoundsRequest) -> tuple[AllocationProblem, AllocationPlan | None]:
+def require_realisable(request: RoundsRequest) -> None:
+    """Refuse what can be refused before a search. Raises InputError as `rounds`."""
+    if not require_trainings(request):
+        _realisable(request, request)
+
+
+def _realisable(
+    request: RoundsRequest, whole: RoundsRequest
+) -> tuple[AllocationProblem, AllocationPlan | None]:
     """The problem, and the allocation if it is given; refuses what the policy lacks.
 
-    Raises InputError as `rounds`.
+    ``whole`` is the request with all throughputs.
     """
     given = request.allocation
     if given is None:
-        problem = _problem(request)
+        problem = _problem(whole)
         require_policy(problem, request.policy, request.budget_dollars)
         return problem, None
     settings = {"space_sharing": given.space_sharing, "placement": given.placement}
-    problem = _problem(request.model_copy(update=settings))
+    problem = _problem(whole.model_copy(update=settings))
     if not given.answers(digest_of(request.workload, request.pool)):
         raise InputError("the allocation answers other jobs, or another cluster")
     allocation_of(given, problem)
@@ -243,7 +312,11 @@ def require_realisable(request: RoundsRequest) -> tuple[AllocationProblem, Alloc
 
 
 def _realised(
-    request: RoundsRequest, policy: str, problem: AllocationProblem, target: Allocation
+    request: RoundsRequest,
+    policy: str,
+    problem: AllocationProblem,
+    target: Allocation,
+    priced: PriceJobsAnswer | None,
 ) -> RoundsAnswer:
     mechanism = Mechanism(problem.table, request.round_seconds)
     mechanism.reset(problem, target, range(len(problem)))
@@ -260,6 +333,7 @@ def _realised(
         rounds=tuple(made),
         mean_deviation=deviation.mean,
         largest_shortfall=deviation.shortfall,
+        assumed=() if priced is None else priced.assumed,
         accelerators=problem.table.pool.names,
     )
 

@@ -1,6 +1,8 @@
 """Answers about the jobs of a cluster."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import SerializerFunctionWrapHandler, model_serializer
 
@@ -17,6 +19,53 @@ if TYPE_CHECKING:
 else:  # carried, not validated: their libraries are slow to import
     ClusterReport = ClusterTimeline = AllocationProblem = AllocationPlan = Any
     Workload = AllocationResult = Any
+
+
+class ComputedRate(Answer):
+    """Steps per second of a training on ``count`` accelerators of one type, as ``train-plan`` has.
+
+    ``placement`` is ``consolidated`` on the fewest ``servers`` (equally many on each), or
+    ``spread`` over the most. A run is expected between ``..._low`` and ``..._high``; no layout of
+    the search makes more than ``bound_steps_per_second``. The rate is 0, for the ``reason``, where
+    nothing fits.
+    """
+
+    model: str
+    accelerator: str
+    count: int
+    placement: Literal["consolidated", "spread"]
+    servers: int
+    steps_per_second: float = 0.0
+    steps_per_second_low: float = 0.0
+    steps_per_second_high: float = 0.0
+    bound_steps_per_second: float | None = None
+    layout: str | None = None
+    reason: str | None = None
+
+
+class PriceJobsAnswer(Answer):
+    """The computed rates, what was ``assumed`` of the machines, and the workload with all rates."""
+
+    status: str = "priced"
+    prices: tuple[ComputedRate, ...]
+    assumed: tuple[str, ...]
+    wall_seconds: float
+    workload: Annotated[Workload, CARRIED]
+
+
+def with_rates(workload: "Workload", prices: Iterable[ComputedRate]) -> "Workload":
+    """The workload with computed rates in place of its trainings."""
+    from stagewright.graphs.workloads.jobs import Rate
+
+    found: dict[tuple[str, int, str], Rate] = {}
+    for one in prices:
+        key, rate = (one.model, one.count, one.accelerator), one.steps_per_second
+        if one.placement == "consolidated":
+            found[key] = Rate(*key, rate)
+        else:
+            found[key] = replace(found[key], spread_steps_per_second=rate)
+    alone = (*workload.throughputs.alone, *found.values())
+    return replace(workload, throughputs=replace(workload.throughputs, alone=alone), trainings=())
 
 
 class ShareAnswer(Answer):
@@ -39,7 +88,10 @@ class ShareAnswer(Answer):
 
 
 class AllocateAnswer(Answer):
-    """The answer of a policy; ``allocation`` is None if there is none."""
+    """The answer of a policy; ``allocation`` is None if there is none.
+
+    ``prices`` are the throughputs that were computed for trainings, with what was ``assumed``.
+    """
 
     status: Status
     policy: str
@@ -52,6 +104,8 @@ class AllocateAnswer(Answer):
     utilisation: dict[str, float] | None
     duals: dict[str, Any] | None
     allocation: tuple[ShareAnswer, ...] | None
+    prices: tuple[ComputedRate, ...] = ()
+    assumed: tuple[str, ...] = ()
     problem: Annotated[AllocationProblem, CARRIED]
     result: Annotated[AllocationResult, CARRIED]
     plan: Annotated[AllocationPlan | None, CARRIED]
@@ -67,13 +121,17 @@ class AssignmentAnswer(Answer):
 
 
 class RoundsAnswer(Answer):
-    """Rounds that realise an allocation, and how far they stay from it."""
+    """Rounds that realise an allocation, and how far they stay from it.
+
+    Of throughputs that were computed for trainings, ``assumed`` has what was assumed.
+    """
 
     policy: str
     round_seconds: float
     rounds: tuple[tuple[AssignmentAnswer, ...], ...]
     mean_deviation: float
     largest_shortfall: float
+    assumed: tuple[str, ...] = ()
     accelerators: Annotated[tuple[str, ...], CARRIED]
 
 
@@ -91,7 +149,8 @@ class SimulateClusterAnswer(Answer):
     """Statistics of a simulated cluster; None if no job completed.
 
     ``status`` is ``done``, or ``interrupted`` if the simulation was stopped before its end.
-    ``runs`` are there if the request keeps the assignments.
+    ``runs`` are there if the request keeps the assignments. Of throughputs that were computed for
+    trainings, ``assumed`` has what was assumed.
     """
 
     status: str
@@ -113,6 +172,7 @@ class SimulateClusterAnswer(Answer):
     allocations: int
     mean_deviation: Finite
     seconds: float
+    assumed: tuple[str, ...] = ()
     runs: tuple[RunAnswer, ...] | None = None
     timeline: Annotated[ClusterTimeline, CARRIED]
 

@@ -2,12 +2,17 @@
 
 from typing import Annotated, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from stagewright.executor.clusters.rates import require_settings
 from stagewright.formulations.clusters.allocation_plan import AllocationPlan, load_allocation
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import require_amount, require_count, require_seed
+from stagewright.graphs.documents.units import (
+    parse_bandwidth,
+    require_amount,
+    require_count,
+    require_seed,
+)
 from stagewright.graphs.workloads.jobs import Throughputs, Workload, load_workload
 from stagewright.graphs.workloads.pool import Pool, read_pool
 from stagewright.service.options import Option
@@ -33,6 +38,66 @@ def _first_end(text: str, option: str) -> tuple[int, int]:
 def _require_pairs(workload: Workload, space_sharing: bool) -> None:
     if space_sharing and not workload.throughputs.pairs:
         raise InputError("space_sharing needs throughputs of pairs, the workload has none")
+
+
+def _bandwidths(text: str, option: str) -> float | dict[str, float]:
+    """Bytes per second, or by the name of an accelerator, of a text such as ``k80=10GB/s``."""
+    if "=" not in text:
+        return parse_bandwidth(text, option)
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, rate = (one.strip() for one in part.partition("="))
+        if name in found:
+            raise InputError(f"{option}: {name} is given twice; give it once")
+        found[name] = parse_bandwidth(rate, option)
+    return found
+
+
+Bandwidth = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Bandwidths = Annotated[Bandwidth | dict[str, Bandwidth] | None, Option(of_text=_bandwidths)]
+"""Bytes per second of all accelerators, or by name."""
+
+
+class PriceJobsRequest(Request):
+    """Compute the throughputs of a workload's trainings on the accelerators of a pool."""
+
+    workload: Annotated[Workload, Option("--jobs", form="FILE", of_file=load_workload)]
+    """Jobs file with trainings."""
+    pool: Annotated[
+        Pool, Option("--cluster", form="FILE|NAME=COUNT,...", of_text=read_pool, may_be_file=True)
+    ]
+    """Accelerators as v100=36,p100=9x4 (9 servers of 4), by the names of kinds, or a file."""
+    placement: Annotated[bool, Option("--placement-sensitive")] = False
+    """Rates on accelerators of several servers too."""
+    server_bandwidth: Bandwidths = None
+    """From an accelerator to the others of its server, as reached, or by name: k80=10GB/s; default:
+    as train-plan."""
+    network_bandwidth: Bandwidths = None
+    """From an accelerator out of its server while all send, or by name: k80=1GB/s; default: as
+    train-plan."""
+    time_limit: float = 10.0
+    """Time limit of each search in seconds."""
+
+    @model_validator(mode="after")
+    def _require_sense(self) -> Self:
+        require_positive(self.time_limit, "time_limit")
+        for field in ("server_bandwidth", "network_bandwidth"):
+            given = getattr(self, field)
+            for name in given if isinstance(given, dict) else ():
+                if name not in self.pool.names:
+                    known = ", ".join(self.pool.names)
+                    raise InputError(f"{field}: {name!r} is none of the cluster's: {known}")
+        return self
+
+    def links(self, accelerator: str) -> dict[str, float | None]:
+        """The bandwidths that are given for an accelerator, by field."""
+        return {
+            field: given.get(accelerator) if isinstance(given, dict) else given
+            for field, given in (
+                ("server_bandwidth", self.server_bandwidth),
+                ("network_bandwidth", self.network_bandwidth),
+            )
+        }
 
 
 class _PolicyRequest(Request):

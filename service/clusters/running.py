@@ -7,7 +7,7 @@ from stagewright.executor.clusters.report import ClusterReport
 from stagewright.executor.clusters.runtime import run_cluster as run
 from stagewright.formulations.forms.answers import Status, StopToken, is_stopped
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service.clusters.allocating import policy_allocator
+from stagewright.service.clusters.allocating import policy_allocator, with_throughputs
 from stagewright.service.clusters.answers import RunClusterAnswer
 from stagewright.service.clusters.requests import RunClusterRequest
 from stagewright.solvers.clusters.policies import policy_named
@@ -28,6 +28,7 @@ def run_cluster(
         If a model has no program, the policy has no allocation, or as for the cluster runtime.
     """
     policy_named(request.policy)
+    request, _ = with_throughputs(request, stop=stop)
     for job in request.workload.jobs:
         if job.model not in programs:
             known = ", ".join(map(repr, programs))

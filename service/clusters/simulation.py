@@ -12,12 +12,16 @@ from stagewright.executor.clusters.simulation import ClusterState
 from stagewright.executor.clusters.simulation import simulate_cluster as simulate
 from stagewright.executor.clusters.timeline import ClusterTimeline
 from stagewright.formulations.clusters.allocation import problem_of
-from stagewright.formulations.forms.answers import Status, StopToken
+from stagewright.formulations.forms.answers import Progress, Status, StopToken, silent
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import Entity, Job, Throughputs, Workload
 from stagewright.graphs.workloads.poisson import Arrivals
 from stagewright.graphs.workloads.prices import HOUR
-from stagewright.service.clusters.allocating import policy_allocator
+from stagewright.service.clusters.allocating import (
+    policy_allocator,
+    require_trainings,
+    with_throughputs,
+)
 from stagewright.service.clusters.answers import RunAnswer, SimulateClusterAnswer
 from stagewright.service.clusters.requests import ArrivalsRequest, SimulateClusterRequest
 from stagewright.solvers.clusters.policies import policy_named, require_policy
@@ -28,7 +32,7 @@ _SHUFFLE = 5  # the public code of Gavel shuffles by its seed + 5
 
 def simulate_cluster(
     request: SimulateClusterRequest,
-    on_progress: Callable[[ClusterState], None] | None = None,
+    on_progress: Callable[[ClusterState | Progress], None] | None = None,
     stop: StopToken | None = None,
 ) -> SimulateClusterAnswer:
     """Run the jobs under the policy, round by round; ``stop`` ends it after the current round.
@@ -38,7 +42,8 @@ def simulate_cluster(
     InputError
         If a job has no throughput, the policy has no allocation, or nothing can run any more.
     """
-    require_simulable(request)
+    request, priced = with_throughputs(request, on_progress or silent, stop)
+    _require_simulable(request)
     rules = _rules(request)
     jobs, table, entities = _jobs(request)
     failures: Iterable[Any] = ()
@@ -59,11 +64,12 @@ def simulate_cluster(
         on_progress=on_progress,
         stop=stop,
     )
-    return _answer(request.policy, found, window, request.keep_assignments)
+    assumed = () if priced is None else priced.assumed
+    return _answer(request.policy, found, window, request.keep_assignments, assumed)
 
 
 def require_simulable(request: SimulateClusterRequest) -> None:
-    """Refuse jobs that the policy, or the cluster, has no place for.
+    """Refuse jobs that the policy, or the cluster, has no place for; trainings before a search.
 
     Of arrivals without end the first are looked at, to the end of the window.
 
@@ -72,6 +78,11 @@ def require_simulable(request: SimulateClusterRequest) -> None:
     InputError
         If a job has no throughput or takes too many rounds, or the policy lacks what it needs.
     """
+    if not require_trainings(request):
+        _require_simulable(request)
+
+
+def _require_simulable(request: SimulateClusterRequest) -> None:
     jobs, table, entities = _jobs(request)
     last = None if request.window is None else min(request.window[1], _MOST_ARRIVALS)
     workload = Workload(tuple(islice(jobs, last)), table, entities)
@@ -118,7 +129,11 @@ def _arrivals(coming: ArrivalsRequest, seed: int) -> Arrivals:
 
 
 def _answer(
-    policy: str, found: ClusterTimeline, window: range | None, keeps: bool
+    policy: str,
+    found: ClusterTimeline,
+    window: range | None,
+    keeps: bool,
+    assumed: tuple[str, ...],
 ) -> SimulateClusterAnswer:
     durations, fairness = found.durations(window), found.fairness(window)
     weights = sorted({outcome.job.weight for outcome in found.jobs})
@@ -144,6 +159,7 @@ def _answer(
         rounds=len(found.rounds),
         allocations=len(found.resets),
         mean_deviation=float(np.mean(deviations)) if deviations else None,
+        assumed=assumed,
         runs=_runs(found) if keeps else None,
         timeline=found,
     )

@@ -37,7 +37,8 @@ PANELS: dict[str, dict[str, str]] = {
         "serve": "serving", "token": "serving", "backup": "serving", "jobs": "serving",
     },
     "Clusters and jobs": {
-        "allocate": "clusters.allocating", "rounds": "clusters.allocating",
+        "price-jobs": "clusters.allocating", "allocate": "clusters.allocating",
+        "rounds": "clusters.allocating",
         "simulate-cluster": "clusters.simulating", "run-cluster": "clusters.allocating",
         "estimate": "clusters.allocating", "cloud": "clusters.cloud",
     },
@@ -137,6 +138,9 @@ EXAMPLES: dict[str, str] = {
         stagewright export plan.json --to slurm --cpus 8 --time 4:00:00 \\
             -o job.sbatch --command 'stagewright run plan.json
             --module net:build --data net:batches --steps 1000'""",
+    "price-jobs": """
+        stagewright price-jobs --jobs jobs.json --cluster h100=2x8,a100=4x8 \\
+            -o priced.json""",
     "allocate": """
         stagewright allocate --jobs jobs.json --cluster v100=36,p100=9x4 \\
             --policy max-min -o allocation.json""",

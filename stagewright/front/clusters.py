@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         AllocateAnswer,
         EstimateAnswer,
         MeasureAnswer,
+        PriceJobsAnswer,
         RoundsAnswer,
         RunClusterAnswer,
         SimulateClusterAnswer,
@@ -82,6 +83,28 @@ def allocate(
     from stagewright.service.clusters.requests import AllocateRequest
 
     return answer(AllocateRequest.of(**fields)).result
+
+
+def price_jobs(
+    workload: "Workload", pool: "Pool", *, stop: StopToken | None = None, **options: Any
+) -> "PriceJobsAnswer":
+    """Compute the throughputs of the workload's trainings, as :func:`train_plan` has them.
+
+    The answer's ``workload`` has all throughputs, ``prices`` are the computed ones with ranges,
+    bounds and layouts. :func:`allocate`, :func:`rounds` and :func:`simulate_cluster` compute them
+    by themselves. ``options`` are the other fields of
+    :class:`~stagewright.service.clusters.requests.PriceJobsRequest`, such as ``placement`` and
+    ``network_bandwidth``.
+
+    Raises
+    ------
+    InputError
+        If a configuration or a kind is not known, a job fits nowhere, or ``stop`` was set.
+    """
+    from stagewright.service.clusters.pricing import price_jobs as answer
+    from stagewright.service.clusters.requests import PriceJobsRequest
+
+    return answer(PriceJobsRequest.of(workload=workload, pool=pool, **options), stop=stop)
 
 
 def rounds(

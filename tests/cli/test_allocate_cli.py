@@ -19,6 +19,7 @@ from stagewright.graphs.workloads.jobs import (
     PairRate,
     Rate,
     Throughputs,
+    Training,
     Workload,
     load_workload,
     save_workload,
@@ -271,3 +272,29 @@ def test_backends_that_do_not_apply_are_refused(jobs: Path):
     line = refused(*options, "fifo", "--backend", "cp-sat")
     assert f"backend 'cp-sat' solves no linear programs; {linear} or cvxpy" in line
     assert "has no program to write out" in refused(*options, "allox", "--backend", "cvxpy")
+
+
+def test_trainings_are_computed(tmp_path: Path):
+    config = {
+        "model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257,
+        "n_positions": 1024,
+    }  # fmt: skip
+    training = Training("gpt", config, global_batch=8, sequence=512)
+    file, priced = tmp_path / "jobs.json", tmp_path / "priced.json"
+    save_workload(Workload((Job("a", "gpt", 9e4),), trainings=(training,)), file)
+    there = ("--jobs", file, "--cluster", "h100=2,a100=2")
+    told = answered("price-jobs", *there, "-o", priced)
+    for part in ("p1 t1 d1 b8", "computed for a100: servers of 8 (the usual)", "2 throughputs in"):
+        assert part in told
+    found = as_json("price-jobs", *there)
+    rates = [one["steps_per_second"] for one in found["prices"]]
+    assert [one.steps_per_second for one in load_workload(priced).throughputs.alone] == rates
+    allocated = as_json("allocate", *there, "-o", tmp_path / "allocation.json")
+    assert allocated["prices"] == found["prices"]
+    assert allocated["assumed"] == found["assumed"]
+    plain = as_json("allocate", "--jobs", priced, "--cluster", "h100=2,a100=2")
+    assert (plain["prices"], plain["allocation"]) == ([], allocated["allocation"])
+    realised = answered("rounds", *there, "--allocation", tmp_path / "allocation.json")
+    assert "computed for h100" in realised
+    assert "computed for h100" in answered("simulate-cluster", *there)
+    assert "no trainings" in refused("price-jobs", *there[2:], "--jobs", priced)

@@ -48,6 +48,7 @@ def test_every_path_of_a_command_is_known_as_read_or_written() -> None:
         ("allocate", "output"), ("simulate_cluster", "png"),
         ("simulate_cluster", "completion_png"), ("simulate_cluster", "utilisation_png"),
         ("cloud", "png"), ("cloud", "save_prices"), ("estimate", "output"),
+        ("price_jobs", "output"),
         ("run_cluster", "folder"), ("run_cluster", "output"),
         ("train_plan", "output"), ("train_plan", "png"), ("memory", "png"), ("jobs", "output"),
         ("rates", "png"), ("calibrate", "output"), ("anchor", "output"),

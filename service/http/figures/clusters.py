@@ -13,7 +13,7 @@ from stagewright.service.clusters.requests import (
     RoundsRequest,
     SimulateClusterRequest,
 )
-from stagewright.service.http.figures.tables import HOUR, Figures, Told, facts, written
+from stagewright.service.http.figures.tables import HOUR, Figures, Told, facts, titled, written
 from stagewright.service.requests import Request
 
 Runs = dict[tuple[str, int], list[BarRun]]
@@ -51,7 +51,13 @@ def allocate(request: Request, answer: Told) -> Figures:
     tables = (
         AnswerTable("Shares of the time of each job", ("<job", *kinds, "in all"), rows),
         AnswerTable("Utilisation", ("<accelerator", "utilisation"), used),
-    )
+        titled("Computed throughputs", answer["prices"], {
+            "<training": "model", "<accelerator": "accelerator", "accelerators": "count number",
+            "servers": "servers number", "steps/s": "steps_per_second number",
+            "at least": "steps_per_second_low number", "at most": "steps_per_second_high number",
+            "<layout": "layout", "<why none": "reason",
+        }),
+    )  # fmt: skip
     title = "Accelerators that each job has on average"
     drawn = runs_drawing(lanes, scales, "accelerators")
     return Figures(numbers, tables, [(title, drawn)] if given else ())

@@ -1,4 +1,4 @@
-"""``allocate``, ``rounds``, ``policies``, ``estimate``, ``run-cluster``: jobs share a cluster."""
+"""``price-jobs``, ``allocate``, ``rounds``, ``estimate``, ``run-cluster``: jobs share a cluster."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from stagewright.cli import interruptible
 from stagewright.cli.commands import Asked, ask, command
-from stagewright.cli.console import kept, percent, print_json, print_table, say, tell
+from stagewright.cli.console import (
+    kept,
+    percent,
+    print_json,
+    print_table,
+    progress,
+    say,
+    tell,
+)
 from stagewright.cli.options import Printed, Served, Written
 from stagewright.cli.outputs import Writes
 from stagewright.cli.solving import find
@@ -20,6 +28,7 @@ from stagewright.service.clusters.requests import (
     AllocateRequest,
     EstimateRequest,
     MeasureRequest,
+    PriceJobsRequest,
     RoundsRequest,
     RunClusterRequest,
 )
@@ -30,11 +39,45 @@ if TYPE_CHECKING:
         AllocateAnswer,
         AssignmentAnswer,
         EstimateAnswer,
+        PriceJobsAnswer,
         RoundsAnswer,
         RunClusterAnswer,
     )
 
 _SHOWN_JOBS = 40
+
+
+@command(headings={"The machines": "server_bandwidth network_bandwidth"})
+def price_jobs(asked: Asked[PriceJobsRequest], given: Written) -> int:
+    """Compute the throughputs of jobs that are trainings, by the search of train-plan.
+
+    On each type of accelerator, for each number of them that a job of the training asks for. With
+    --output a jobs file with these throughputs is written, in which nothing is left to compute.
+    """
+    from stagewright.service.clusters.pricing import price_jobs as answer_of
+
+    request = asked.request()
+    with interruptible() as stop, progress("computing throughputs", stop) as on_progress:
+        answer = answer_of(request, on_progress, stop)
+    tell(answer, given, _print_prices, kept(answer.workload, given, save_workload))
+    return 0
+
+
+def _print_prices(answer: "PriceJobsAnswer") -> None:
+    rows = [
+        (
+            one.model, one.accelerator, str(one.count), str(one.servers),
+            f"{one.steps_per_second:.4g}",
+            f"{one.steps_per_second_low:.4g} to {one.steps_per_second_high:.4g}"
+            if one.layout else "-",
+            "-" if one.bound_steps_per_second is None else f"{one.bound_steps_per_second:.4g}",
+            one.layout or one.reason or "",
+        )
+        for one in answer.prices
+    ]  # fmt: skip
+    head = ("<training", "<on", "count", "servers", "steps/s", "range", "at most", "<layout")
+    print_table(head, rows, tight=True)
+    say(*answer.assumed, f"{len(rows)} throughputs in {answer.wall_seconds:.1f} s")
 
 
 class AllocateOptions(Served, Written):
@@ -94,7 +137,7 @@ def _print_allocation(answer: "AllocateAnswer") -> None:
     )
     if answer.proved_by is not None:
         say(f"bound by {answer.proved_by}")
-    say(*answer.notes)
+    say(*answer.notes, *answer.assumed)
     if answer.duals is not None:
         prices = answer.duals["accelerators"].items()
         say("duals: " + ", ".join(f"{name} {price:.6g}" for name, price in prices))
@@ -173,6 +216,7 @@ def _print_rounds(answer: "RoundsAnswer") -> None:
         f"leases renewed: {renewed} of {opportunities}",
         f"from the target: mean {answer.mean_deviation:.4f} of the time, largest shortfall "
         f"{answer.largest_shortfall:.4f}",
+        *answer.assumed,
     )
 
 

@@ -20,6 +20,7 @@ from stagewright.service.options import Option
 if TYPE_CHECKING:
     from stagewright.executor.clusters.simulation import ClusterState
     from stagewright.executor.clusters.timeline import ClusterTimeline
+    from stagewright.formulations.forms.answers import Progress
     from stagewright.service.clusters.answers import SimulateClusterAnswer
 
 HOUR = 3600.0
@@ -124,9 +125,13 @@ def _read_jobs(arrivals: Asked[ArrivalsRequest], given: SimulateClusterOptions) 
 
 
 @contextmanager
-def _progress(window: tuple[int, int] | None) -> "Iterator[Callable[[ClusterState], None] | None]":
+def _progress(
+    window: tuple[int, int] | None,
+) -> "Iterator[Callable[[ClusterState | Progress], None] | None]":
     """A progress bar on stderr, if that is a terminal."""
     from rich.progress import Progress as Bar
+
+    from stagewright.formulations.forms.answers import Progress
 
     console = terminal()
     if console is None:
@@ -135,7 +140,10 @@ def _progress(window: tuple[int, int] | None) -> "Iterator[Callable[[ClusterStat
     with Bar(console=console) as bar:
         task = bar.add_task("simulating", total=None if window is None else window[1])
 
-        def report(news: "ClusterState") -> None:
+        def report(news: "ClusterState | Progress") -> None:
+            if isinstance(news, Progress):
+                bar.update(task, description=news.doing)
+                return
             bar.update(
                 task,
                 completed=news.completed,
@@ -185,6 +193,7 @@ def _print_summary(answer: "SimulateClusterAnswer") -> None:
         + (", interrupted" if answer.status == "interrupted" else "")
     )
     print_table(("<what", "<found"), rows)
+    say(*answer.assumed)
 
 
 def _hours(seconds: float | None) -> str:

@@ -1,0 +1,203 @@
+"""Throughputs of trainings: as train-plan has them, kept where given, refused where unknown."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from profiles import examples
+from tokens import After
+
+import stagewright
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.importers.hf_config import parse_hf_config
+from stagewright.graphs.workloads.jobs import (
+    Job,
+    Rate,
+    Throughputs,
+    Training,
+    Workload,
+    load_workload,
+    save_workload,
+)
+from stagewright.graphs.workloads.pool import parse_pool
+from stagewright.service.clusters.answers import PriceJobsAnswer
+from stagewright.service.clusters.pricing import price_jobs
+from stagewright.service.clusters.requests import PriceJobsRequest
+
+CONFIG = {
+    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "vocab_size": 32000,
+    "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 4,
+    "rope_scaling": None,
+}  # fmt: skip
+TRAINING = Training("small", CONFIG, global_batch=16, sequence=1024)
+
+
+def trained(**fields: Any) -> Training:
+    return replace(TRAINING, **fields)
+
+
+def workload(*scales: int, training: Training = TRAINING, **more: Any) -> Workload:
+    """A job of the training for each scale."""
+    jobs = tuple(Job(f"job{n}", training.model, 100.0, scale) for n, scale in enumerate(scales))
+    return Workload(jobs, trainings=(training,), **more)
+
+
+def priced(pool: str, *scales: int, **fields: Any) -> PriceJobsAnswer:
+    """The answer for jobs of these scales."""
+    own = {name: fields.pop(name) for name in ("training",) if name in fields}
+    jobs = workload(*scales, **own)
+    return price_jobs(PriceJobsRequest.of(workload=jobs, pool=parse_pool(pool), **fields))
+
+
+@examples(20)
+@given(
+    kind=st.sampled_from(["h100", "a100", "a100-80gb", "v100"]),
+    size=st.sampled_from([1, 2, 4, 8]),
+    count=st.sampled_from([1, 2, 4, 8]),
+    precision=st.sampled_from(["fp16", "bf16"]),
+    batch=st.sampled_from([8, 12, 16]),
+)
+def test_a_throughput_is_that_of_train_plan(
+    kind: str, size: int, count: int, precision: str, batch: int
+) -> None:
+    inside, precision = min(size, count), "fp16" if kind == "v100" else precision
+    training = trained(precision=precision, global_batch=batch)
+    (found,) = priced(f"{kind}=8x{size}", count, training=training).prices
+    answer = stagewright.train_plan(
+        config=parse_hf_config(json.dumps(CONFIG), "config"), device=kind, gpus=count,
+        per_server=inside, global_batch=batch, sequence=1024, precision=precision,
+    )  # fmt: skip
+    assert answer.plan is not None
+    assert answer.plan.bound is not None
+    assert 1 / found.steps_per_second == pytest.approx(answer.plan.iteration_seconds, rel=1e-9)
+    assert found.bound_steps_per_second == pytest.approx(1 / answer.plan.bound.seconds)
+    assert found.servers == count // inside
+    assert found.steps_per_second_low <= found.steps_per_second <= found.steps_per_second_high
+    assert found.steps_per_second <= found.bound_steps_per_second * (1 + 1e-9)
+
+
+def test_more_memory_faster_links_and_one_server_are_never_slower() -> None:
+    small, large = (
+        {(one.count, one.placement): one.steps_per_second for one in answer.prices}
+        for answer in (priced(f"{kind}=4x2", 4, placement=True) for kind in ("a100", "a100-80gb"))
+    )
+    assert all(rate <= large[place] for place, rate in small.items())
+    assert 0 < small[4, "spread"] <= small[4, "consolidated"]
+    (slow,) = priced("a100=4x2", 4, network_bandwidth={"a100": 1e9}).prices
+    assert slow.steps_per_second < small[4, "consolidated"]
+
+
+def test_servers_hold_equally_many() -> None:
+    found = priced("h100=3x4", 1, 6, training=trained(global_batch=6), placement=True)
+    servers = {(one.count, one.placement): one.servers for one in found.prices}
+    assert servers == {(1, "consolidated"): 1, (6, "consolidated"): 2, (6, "spread"): 3}
+    assert len(found.assumed) == 1
+    uneven = priced("h100=3x2", 5, training=trained(global_batch=5))
+    assert uneven.prices[0].servers == 5
+    assert uneven.assumed[-1].startswith("5 h100: equally many on each server")
+
+
+def test_measured_throughputs_are_kept_and_the_rest_is_computed() -> None:
+    measured = Rate("small", 2, "h100", 123.0)
+    jobs = workload(2, 4, throughputs=Throughputs((measured,)))
+    pool = parse_pool("h100=2,a100=1x4")
+    answer = price_jobs(PriceJobsRequest.of(workload=jobs, pool=pool))
+    assert [(one.accelerator, one.count) for one in answer.prices] == [
+        ("h100", 4), ("a100", 2), ("a100", 4),
+    ]  # fmt: skip
+    assert answer.prices[0].reason == "the cluster has 2 h100"
+    assert answer.workload.throughputs.alone[0] == measured
+    assert len(answer.workload.throughputs.alone) == 4
+    assert not answer.workload.trainings
+    assert [one.partition(",")[0] for one in answer.assumed] == [
+        "computed for a100: servers of 4",
+    ]  # fmt: skip
+    result = stagewright.allocate(jobs, pool)
+    assert result.bound == pytest.approx(stagewright.allocate(answer.workload, pool).bound)
+
+
+def test_a_file_names_its_configurations_from_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "jobs").mkdir()
+    file = tmp_path / "jobs" / "jobs.json"
+    for config in ("../model/config.json", "../model"):
+        save_workload(workload(1, training=replace(TRAINING, config=config)), file)
+        assert load_workload(file) == workload(1)
+    save_workload(workload(1), file)
+    assert load_workload(file).trainings[0].config["rope_scaling"] is None
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: trained(global_batch=0), "training 'small': global_batch must be at least 1"),
+        (lambda: trained(sequence=0), "training 'small': sequence must be at least 1"),
+        (lambda: workload(1, training=trained(config="no.json")), "config: give the fields"),
+        (lambda: workload(1, training=trained(config={"model_type": "nobody"})),
+         "training 'small': config: model_type must be one of"),
+        (lambda: workload(1, training=trained(precision="int4")), "training 'small': precision"),
+        (lambda: workload(1, training=trained(framework="none")),
+         "training 'small': framework 'none' is not known"),
+        (lambda: Workload((Job("a", "b", 1.0),), trainings=(TRAINING,)),
+         "training 'small': no job is of this model, only of 'b'"),
+        (lambda: Workload((Job("a", "small", 1.0),), trainings=(TRAINING, TRAINING)),
+         "two trainings are named 'small'"),
+        (lambda: replace(workload(1), trainings=()), "the workload has no trainings"),
+    ],
+)  # fmt: skip
+def test_what_is_not_known_is_refused(make: Any, complaint: str) -> None:
+    with pytest.raises(InputError) as error:
+        price_jobs(PriceJobsRequest.of(workload=make(), pool=parse_pool("h100=8")))
+    assert complaint in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("pool", "fields", "complaint"),
+    [
+        ("gpu=8", {}, "accelerator 'gpu': trainings are computed for kinds of devices"),
+        ("l40s=2x1", {}, "the network bandwidth of l40s is not known: give it to price-jobs"),
+        ("k80=2", {}, "the server bandwidth of k80 is not known"),
+        ("h100=2", {"network_bandwidth": {"a100": 1e9}}, "'a100' is none of the cluster's: h100"),
+    ],
+)
+def test_machines_that_are_not_known_are_refused(
+    pool: str, fields: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(InputError) as error:
+        priced(pool, 2, **fields)
+    assert complaint in str(error.value)
+
+
+def test_links_that_are_given_make_a_kind_known() -> None:
+    answer = priced("l40s=2x1", 2, network_bandwidth=5e9)
+    assert answer.prices[0].steps_per_second > 0
+    assert "5 GB/s out of it" in answer.assumed[0]
+
+
+LARGE = trained(config=CONFIG | {"num_hidden_layers": 60})
+
+
+@pytest.mark.parametrize(
+    ("pool", "why", "hint"),
+    [
+        ("a100=1x8", "1 a100: a device has", "; 2 a100 would hold it"),
+        ("a100=1x1", "1 a100: a device has", "; 1 mi250x would hold it"),
+        ("v100=1x1", "1 v100: precision bf16: v100 has no bf16 arithmetic", "; 1 mi250x would"),
+    ],
+)
+def test_a_job_that_fits_nowhere_is_told_what_would_hold_it(pool: str, why: str, hint: str) -> None:
+    with pytest.raises(InputError) as error:
+        priced(pool, 1, training=LARGE)
+    assert f"job 'job0': 'small' runs nowhere in this cluster; {why}" in str(error.value)
+    assert hint in str(error.value)
+
+
+def test_a_stop_leaves_no_throughputs() -> None:
+    with pytest.raises(InputError, match="stopped before all throughputs"):
+        stagewright.price_jobs(workload(1, 2), parse_pool("h100=8"), stop=After(1))
