@@ -12,6 +12,7 @@ from stagewright.formulations.plans.plan_class import Shards
 from stagewright.formulations.plans.shards import require_no_shards, require_whole_stages
 from stagewright.formulations.schedules.order import Row
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,9 @@ def pipeline(plan: PipelinePlan, framework: str, shards: Shards = "none") -> Pip
         count = len(stage.devices)
         if count != len(first.devices):
             raise InputError(
-                f"stage {s} is on {count} devices, stage 0 on {len(first.devices)}: {framework} "
-                "replicates the whole pipeline; plan with --for, which makes such stages"
+                f"stage {s} is on {counted(count, 'device', 'devices')}, stage 0 on "
+                f"{len(first.devices)}: {framework} replicates the whole pipeline; "
+                "plan with --for, which makes such stages"
             )
         if count > 1 and stage.replication == "round-robin":
             raise InputError(

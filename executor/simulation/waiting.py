@@ -119,7 +119,7 @@ def _updates(
             own = updates[i::iterations]  # the updates of one device are consecutive
             yield from product(ends, own)
             ends = own
-        if (i + 2) * m < run.plan.microbatches:
+        if run.plan.weight_rule.staleness and (i + 2) * m < run.plan.microbatches:
             yield from product(ends, forwards[(i + 2) * m])
         elif run.plan.is_backward_first:
             yield from product(ends, chain.from_iterable(forwards))

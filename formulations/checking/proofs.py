@@ -113,25 +113,30 @@ def judged(place: str, bound: Bound, value: float) -> Verdict:
 
 def _of_bound(problem: PipelineProblem, plan: PipelinePlan, i: int, bound: Bound) -> Verdict:
     place, argument = f"bounds[{i}]", ARGUMENTS.get(bound.proved_by)
-
-    def refuted(reason: str) -> Verdict:
+    reason = _why_not(argument, bound) if argument else "the argument is not known"
+    if argument is None or reason:
         return Verdict(place, bound.proved_by, bound.seconds, "refuted", reason)
-
-    if argument is None:
-        return refuted("the argument is not known")
-    if bound.scope != argument.scope:
-        return refuted(f"the argument is about the {argument.scope}, not the {bound.scope}")
-    if not argument.plans.contains(bound.plans):
-        return refuted(f"proved for {argument.plans} only")
     if argument.value is None:
         return Verdict(place, bound.proved_by, bound.seconds, "claimed")
     value = argument.value(problem, plan, bound)
     if value is None:
-        return refuted("the argument does not apply to these stages")
+        reason = "the argument does not apply to these stages"
+        return Verdict(place, bound.proved_by, bound.seconds, "refuted", reason)
     found = judged(place, bound, value)
     if found.verdict == "refuted" and _may_be_of_search(bound):
         return Verdict(place, bound.proved_by, bound.seconds, "claimed")
     return found
+
+
+def _why_not(argument: Argument, bound: Bound) -> str:
+    """Why the argument is not one for such a bound; empty if it is."""
+    if bound.scope != argument.scope:
+        return f"the argument is about the {argument.scope}, not the {bound.scope}"
+    if not argument.plans.contains(bound.plans):
+        return f"proved for {argument.plans} only"
+    if bound.witness and bound.proved_by != every_plan.LOAD:
+        return "the argument has no witness"
+    return ""
 
 
 def _may_be_of_search(bound: Bound) -> bool:
@@ -208,19 +213,20 @@ def _of_patterns(
 
 
 def _of_periods(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> float | None:
-    """The minimum over all sizes of the best cheap bound on the plans of a size."""
+    """The argument's bound on one size; of several, the least of the best cheap bound of each."""
     sizes = bound.plans.equal_groups
     if sizes is None:
         return None
-    best = [
-        max(
+    known = [
+        [
             one.seconds
             for one in iteration_bounds(problem, size)
             if one.plans.contains(replace(bound.plans, equal_groups=(size,)))
-        )
+            and (len(sizes) > 1 or one.proved_by == bound.proved_by)
+        ]
         for size in sizes
     ]
-    return min(best)
+    return min(map(max, known)) if all(known) else None
 
 
 ARGUMENTS: dict[str, Argument] = {

@@ -21,7 +21,12 @@ from stagewright.formulations.plans.actions import (
 from stagewright.formulations.plans.envelope import Envelope
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
-from stagewright.graphs.documents.units import MAX_MICROBATCHES, require_amount, require_count
+from stagewright.graphs.documents.units import (
+    MAX_MICROBATCHES,
+    counted,
+    require_amount,
+    require_count,
+)
 
 FORMAT: Literal["stagewright-plan"] = "stagewright-plan"
 VERSION: Literal[1] = 1
@@ -367,7 +372,8 @@ class PipelinePlan(Envelope):
         """The chosen number and size of microbatches, in words; empty if the sizes were given."""
         if self.microbatch_size is None:
             return ""
-        return f", in {self.microbatches} microbatches of {self.microbatch_size} samples"
+        number = counted(self.microbatches, "microbatch", "microbatches")
+        return f", in {number} of {counted(self.microbatch_size, 'sample', 'samples')}"
 
     @property
     def weight_rule(self) -> WeightRule:

@@ -69,8 +69,8 @@ class PlanRequest(_Problem):
     microbatch_size: Annotated[
         int | None, Option(form="<auto|N>", of_text=number_or_auto, default="auto")
     ] = None
-    """With a batch: samples of a microbatch, of all replicas of a stage together; by default every
-    size that the model has costs for is planned."""
+    """With a batch: samples of a microbatch, of all replicas of a stage together; by default all
+    that divide the batch are planned, from the least to the most that the model has costs for."""
     runtime: Annotated[str | None, Option("--for", form="FRAMEWORK")] = None
     """Plan only what this framework runs, as `stagewright export --to` writes it: torch-csv,
     torchtitan, nemo, megatron or deepspeed."""

@@ -46,7 +46,7 @@ class SweepRequest(SearchRequest):
     batches: Annotated[
         tuple[int, ...], Option("--global-batch", form="N,...", of_text=listed(whole))
     ] = ()
-    """Samples between two updates, in place of microbatches, for planners 2bw and 2bw-flush."""
+    """Samples between two updates, in place of microbatches."""
     devices: Annotated[tuple[int, ...], Option(form="N,...", of_text=listed(whole))] = ()
     """Numbers of devices: the first ones of the cluster file; default: all."""
     memory_bytes: Annotated[
@@ -145,8 +145,8 @@ class SweepRow(Answer):
     ``failed``: the process that computed it ended. ``memory_bytes`` None: the cluster's.
     ``cost_seconds`` is the time of an iteration of ``samples`` samples: ``microbatches`` of
     ``microbatch_size``, which the planner chose if there is a ``batch``. ``bound_seconds`` holds
-    for all plans of the class ``plans`` for these microbatches, on these devices. ``replicas``:
-    devices of the stages in order, such as 2-1-1.
+    for all plans of the class ``plans`` for these microbatches (of a ``batch``: as the class says),
+    on these devices. ``replicas``: devices of the stages in order, such as 2-1-1.
     """
 
     devices: int
@@ -225,6 +225,9 @@ def _answered(point: SweepPoint, answer: PlanAnswer) -> SweepRow:
     names = ("cost_seconds", "bound_seconds", "gap", "proved_by", "peak_memory_bytes",
              "wall_seconds", "reason")  # fmt: skip
     plans = answer.result.plans
+    of_sizes = "" if found is None else found.of_sizes
+    if answer.result.sizes:
+        of_sizes = ", in every size of microbatches"
     return row(
         point,
         **sizes,
@@ -232,7 +235,7 @@ def _answered(point: SweepPoint, answer: PlanAnswer) -> SweepRow:
         status=answer.status.value,
         samples=samples,
         samples_per_second=samples / cost if samples and cost else None,
-        plans=None if plans is None else f"{plans}{'' if found is None else found.of_sizes}",
+        plans=None if plans is None else f"{plans}{of_sizes}",
         stages=None if answer.stages is None else len(answer.stages),
         replicas=None if answer.stages is None else _replicas(answer.stages),
     )

@@ -91,8 +91,8 @@ def plan(
         The framework that is to run the plan, as :func:`export` names it: only plans that it runs
         are answers, and ``PlanResult.restriction`` says what that costs.
     global_batch, microbatch_size
-        In place of ``microbatches``: samples between two updates, and of a microbatch (None: every
-        size that the model has costs for is planned; ``PlanResult.sizes`` has them).
+        In place of ``microbatches``: samples between two updates, and of a microbatch (None: all
+        that divide the batch, within those of the model's costs; ``PlanResult.sizes`` has them).
     choices
         Recomputation and offloading; for the planners ``1f1b-star`` and ``madpipe`` also a group
         size, a period and the solver of patterns; the schedule to plan; for ``ooo`` the method of
@@ -228,11 +228,10 @@ def sweep(
     """Plan every combination of the listed sizes; an empty list leaves what is given.
 
     ``devices`` are numbers of the first devices of ``cluster``, ``memory_bytes`` the memory of
-    each; ``batches``, samples between two updates, are in place of ``microbatches`` for the
-    planners that choose these. ``time_limit`` is of each plan. ``engine`` is ``local`` (processes:
-    ``workers``) or ``ray``. ``on_row`` is told of each row when it is planned. Rows are in the
-    order of the lists, each with its own bound; ``answer.rows[answer.best]`` has the most samples
-    per second.
+    each; ``batches``, samples between two updates, are in place of ``microbatches``.
+    ``time_limit`` is of each plan. ``engine`` is ``local`` (processes: ``workers``) or ``ray``.
+    ``on_row`` is told of each row when it is planned. Rows are in the order of the lists, each with
+    its own bound; ``answer.rows[answer.best]`` has the most samples per second.
 
     Raises
     ------

@@ -36,6 +36,7 @@ from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.machines.cluster import Link, load_cluster, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost, load_model
 from stagewright.solvers.pipelines.scheduling import solve_schedule
+from stagewright.solvers.planners.steps.proposal import Choices
 from stagewright.solvers.planning import plan
 from stagewright.solvers.proofs import prove
 
@@ -252,6 +253,31 @@ class TestVerdicts:
         bounds[i] = replace(bounds[i], seconds=2 * given.cost_seconds)
         forged = replace(result.plan, certificate=replace(given, bounds=tuple(bounds)))
         assert prove(problem, forged, LIMITS)[i].verdict == "refuted"
+
+    @pytest.mark.parametrize("name", ["exact", "1f1b-star", "pipedream-async"])
+    def test_no_bound_is_verified_that_its_argument_does_not_give(self, name):
+        costs = [LayerCost(4, 1.0 + i, 1e6, 1e6, 3.0 - i, update_seconds=0.5) for i in range(3)]
+        layers = tuple(Layer(f"l{i}", 1e6, (one,)) for i, one in enumerate(costs))
+        problem = PipelineProblem(
+            Chain("m", "test", 4, layers), uniform_servers(1, 2, Link(1e7)), 3
+        )
+        found = plan(
+            problem, name, LIMITS, choices=Choices(group_size=None if name == "exact" else 1)
+        )
+        assert found.plan is not None
+        given = found.plan.certificate
+        assert given is not None
+
+        def verdict_of(bound: Bound) -> str:
+            stated = replace(given, bounds=(bound,), guarantees=())
+            (one,) = prove(problem, replace(found.plan, certificate=stated), LIMITS)
+            return one.verdict
+
+        for bound in given.bounds:
+            assert verdict_of(bound) == "verified"
+            higher = replace(bound, seconds=1.01 * bound.seconds + 0.01)
+            assert verdict_of(higher) != "verified", bound
+            assert verdict_of(replace(bound, witness=(*bound.witness, 1.0))) == "refuted", bound
 
     def test_windows_of_stages_are_searched_again(self):
         layers = tuple(Layer(f"l{i}", 1e8, (LayerCost(4, 0.01, 1e6, 1e6, 0.02),)) for i in range(3))

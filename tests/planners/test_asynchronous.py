@@ -13,6 +13,7 @@ from periodic_oracles import brute_force_period, naive_check
 from profiles import examples
 
 import stagewright
+from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.backprop.orders import OutOfOrder
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.checking.proofs import verdicts
@@ -40,6 +41,7 @@ def problem_of(
     saved: float = 3.0,
     weights: float = 1.0,
     bandwidth: float = 1e12,
+    microbatches: int = 4,
 ) -> PipelineProblem:
     """Layers of F and twice as long B; bytes in megabytes, SGD."""
     layers = tuple(
@@ -47,7 +49,7 @@ def problem_of(
         for i, one in enumerate(seconds)
     )
     cluster = uniform_servers(1, devices, Link(bandwidth), memory_bytes=memory * MB)
-    return PipelineProblem(Chain("small", "by hand", 8, layers, 0.0), cluster, 4)
+    return PipelineProblem(Chain("small", "by hand", 8, layers, 0.0), cluster, microbatches)
 
 
 def planned(problem: PipelineProblem, **choices: Any) -> Result:
@@ -69,12 +71,14 @@ def test_versions_of_a_straight_pipeline(vertical_sync: bool) -> None:
     boundary, an activation and a gradient.
     """
     n, weights, saved = 5, 7.0, 3.0
-    problem = problem_of([1.0] * n, n, weights=weights, saved=saved, bandwidth=1e30)
+    problem = problem_of([1.0] * n, n, weights=weights, saved=saved, bandwidth=1e30, microbatches=1)
     found = plan_of(problem, vertical_sync=vertical_sync, group_size=1)
     assert [stage.layers for stage in found.stages] == [(s, s + 1) for s in range(n)]
     assert found.weight_rule == (STASH_VERTICAL_SYNC if vertical_sync else STASH)
     assert found.predicted is not None
-    assert found.predicted.iteration_seconds == pytest.approx(4 * 3.0)
+    assert found.predicted.iteration_seconds == pytest.approx(3.0)
+    # More microbatches are in flight than in two iterations: none waits for an update.
+    assert simulate(problem, found).iteration_seconds == pytest.approx(3.0)
     for s, stage in enumerate(found.stages):
         old = n - 1 if vertical_sync else n - 1 - s
         bytes_ = found.predicted.peak_memory_bytes[stage.devices[0]] / MB
@@ -92,6 +96,7 @@ def problems(draw: st.DrawFn) -> PipelineProblem:
         saved=draw(st.sampled_from([0.0, 2.0, 5.0])),
         weights=draw(st.sampled_from([0.0, 1.0, 3.0])),
         bandwidth=draw(st.sampled_from([1e12, 4 * MB])),
+        microbatches=draw(st.sampled_from([1, 4])),
     )
 
 
@@ -126,6 +131,7 @@ def test_plans_are_valid_and_their_bounds_hold(
     iteration = found.predicted.iteration_seconds
     own = brute_force_period(pattern_problem(problem, found.stages, rule))
     assert iteration == pytest.approx(problem.microbatches * own)
+    assert simulate(problem, found).iteration_seconds == pytest.approx(iteration)
     for bound in found.certificate.bounds:
         most = iteration if bound.scope == "schedule" else problem.microbatches * least
         assert bound.seconds <= most * (1 + 1e-9), bound.proved_by

@@ -24,7 +24,7 @@ from stagewright.cli.outputs import Writes
 from stagewright.cli.solving import answer_of, find, planning_engine
 from stagewright.graphs.documents.documents import write_bytes, write_text
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import format_bytes
+from stagewright.graphs.documents.units import counted, format_bytes
 from stagewright.service.options import Option
 from stagewright.service.pipelines.requests import PlanRequest
 from stagewright.service.pipelines.sweeping import SweepAnswer, SweepRequest, SweepRow
@@ -132,7 +132,8 @@ def _print_sweep(answer: SweepAnswer) -> None:
     for row in answer.rows:
         if row.cost_seconds is None:
             say(f"{_place(row)}: {row.status}{row.reason and f': {row.reason}'}")
-    say(f"{len(answer.rows)} plans, {answer.status}, {answer.wall_seconds:.1f} s")
+    plans = counted(len(answer.rows), "plan", "plans")
+    say(f"{plans}, {answer.status}, {answer.wall_seconds:.1f} s")
     if answer.best is not None:
         best = answer.rows[answer.best]
         rate = best.samples_per_second or 0.0
@@ -152,8 +153,9 @@ def _asked(row: SweepRow) -> str:
 
 def _place(row: SweepRow) -> str:
     memory = "" if row.memory_bytes is None else f" of {format_bytes(row.memory_bytes)}"
-    size = f"{row.microbatches} microbatches" if row.batch is None else f"batch {row.batch}"
-    some = "1 device" if row.devices == 1 else f"{row.devices} devices"
+    microbatches = counted(row.microbatches or 0, "microbatch", "microbatches")
+    size = microbatches if row.batch is None else f"batch {row.batch}"
+    some = counted(row.devices, "device", "devices")
     return f"{row.planner}, {some}{memory}, {size}"
 
 
