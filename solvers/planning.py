@@ -35,6 +35,7 @@ from stagewright.solvers.planners import (
 from stagewright.solvers.planners.baselines import dp, gpipe, hetpipe, pipedream
 from stagewright.solvers.planners.periodic import asynchronous, madpipe, one_f_one_b_star
 from stagewright.solvers.planners.periodic.search import require_periodic
+from stagewright.solvers.planners.steps.canonical import canonical_forms
 from stagewright.solvers.planners.steps.planner import (
     Planner,
     checking_seconds,
@@ -199,7 +200,7 @@ def plan(
     proposer = able_planner(problem, planner, asked)
     planner = proposer.name
     target = GapStop(limits.gap, limits.stop)
-    first = _first_plan(problem, planner, on_progress, target)
+    first = _first_plan(problem, proposer, on_progress, target)
     if not compile_kernels(planner, first, target) or target.reached:
         return _stopped(problem, proposer, first, limits)
     began = monotonic()
@@ -213,11 +214,12 @@ def plan(
     if reason is not None:
         nothing = NoPlan(reason, plans=EVERY_PLAN)
         return _refused(problem, planner, nothing, limits, monotonic() - began)
-    known = ClassBounds(problem, limits.seconds)
+    bounded, form = canonical_forms(problem, proposer)
+    known = ClassBounds(bounded, limits.seconds)
     make_plan = partial(certified_plan, problem, planner, known)
     report = reporting(known, on_progress, proposer.options.period_seconds, make_plan, target)
-    searched = _search_limits(problem, limits, target, began)
-    answer = proposer.propose(problem, asked, searched, report)
+    searched = _search_limits(form, limits, target, began)
+    answer = proposer.propose(form, asked, searched, report)
     if isinstance(answer, NoPlan):
         if answer.proved or first.proposal is None:
             return _refused(problem, planner, answer, limits, monotonic() - began)
@@ -258,17 +260,17 @@ def able_planner(problem: PipelineProblem, planner: str, choices: Choices) -> Pl
 
 
 def _first_plan(
-    problem: PipelineProblem, planner: str, on_progress: OnProgress, target: GapStop
+    problem: PipelineProblem, planner: Planner, on_progress: OnProgress, target: GapStop
 ) -> FirstPlan:
     """The portfolio's plan while kernels are compiled; its bounds need none."""
-    if planner != auto.PLANNER.name:
+    if planner.name != auto.PLANNER.name:
         return FirstPlan(problem, on_progress, target, None)
-    return FirstPlan(
-        problem,
-        on_progress,
-        target,
-        lambda made: certified_schedule(problem, planner, ClassBounds(problem, seconds=0.0), made),
-    )
+    bounded, form = canonical_forms(problem, planner)
+
+    def certified(made: Proposal) -> PipelinePlan:
+        return certified_schedule(problem, planner.name, ClassBounds(bounded, seconds=0.0), made)
+
+    return FirstPlan(form, on_progress, target, certified)
 
 
 def _stopped(

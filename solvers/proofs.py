@@ -11,7 +11,13 @@ from typing import NamedTuple
 
 from stagewright.formulations.checking.check import PROOF, check, refutations
 from stagewright.formulations.checking.order import Violation
-from stagewright.formulations.checking.proofs import ARGUMENTS, ROUNDING, Verdict, verdicts
+from stagewright.formulations.checking.proofs import (
+    ARGUMENTS,
+    ROUNDING,
+    Verdict,
+    of_bounds,
+    verdicts,
+)
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.patterns.joint_patterns import ALLOCATIONS, JointPatterns
 from stagewright.formulations.patterns.pattern_models import PATTERN
@@ -80,7 +86,7 @@ def prove(problem: PipelineProblem, plan: PipelinePlan, limits: Limits) -> tuple
     A bound stays claimed if its search does not reach it in the remaining time.
     """
     assert plan.certificate is not None
-    ends = monotonic() + limits.seconds
+    ends, problem = monotonic() + limits.seconds, of_bounds(problem, plan)
     found = []
     for one in verdicts(problem, plan):
         left = replace(limits, seconds=max(0.0, ends - monotonic()))

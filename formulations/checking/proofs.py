@@ -96,11 +96,19 @@ def verdicts(problem: PipelineProblem, plan: PipelinePlan) -> tuple[Verdict, ...
     """Check every bound and guarantee in the certificate of a valid plan whose check is cheap."""
     if plan.certificate is None:
         return ()
+    problem = of_bounds(problem, plan)
     return (
         *(_of_bound(problem, plan, i, one) for i, one in enumerate(plan.certificate.bounds)),
         *(_of_guarantee(problem, plan, i, one)
           for i, one in enumerate(plan.certificate.guarantees)),
     )  # fmt: skip
+
+
+def of_bounds(problem: PipelineProblem, plan: PipelinePlan) -> PipelineProblem:
+    """The problem that bounds are about: without useless devices, unless the plan uses them."""
+    fewer = every_plan.without_useless(problem)
+    used = {name for stage in plan.stages for name in stage.devices}
+    return fewer if used <= fewer.cluster.index.keys() else problem
 
 
 def judged(place: str, bound: Bound, value: float) -> Verdict:

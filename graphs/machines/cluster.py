@@ -188,6 +188,13 @@ class Cluster:
         return np.where(np.eye(len(self.devices), dtype=bool), 0.0, self.bandwidth)
 
     @cached_property
+    def direct_latency(self) -> Floats:
+        """Latency of the links in seconds, shape (V, V); 0 on the diagonal."""
+        if isinstance(self.links, MatrixLinks):
+            return self._matrix(self.links.latency_seconds)
+        return self.latency
+
+    @cached_property
     def bandwidth(self) -> Floats:
         """Bandwidth in bytes/s from i to j over the widest path, shape (V, V); inf for i = j.
 
@@ -205,7 +212,7 @@ class Cluster:
         if isinstance(self.links, ServerLinks):
             every = range(len(self.devices))
             return self.pairs.block(every, every)
-        return _widest_paths(self.direct_bandwidth, self._matrix(self.links.latency_seconds))
+        return _widest_paths(self.direct_bandwidth, self.direct_latency)
 
     def digest(self) -> str:
         """A SHA-256 of the cluster's document."""

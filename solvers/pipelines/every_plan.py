@@ -21,6 +21,7 @@ from stagewright.formulations.pipelines.bounds.every_plan import (
     path_bound,
     price_program,
     priced_load_bound,
+    without_useless,
 )
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, Stage
@@ -77,6 +78,7 @@ def every_plan_bounds(problem: PipelineProblem) -> tuple[Bound, ...]:
 
     Every layer of ``problem`` must fit in memory.
     """
+    problem = without_useless(problem)
     prices = best_prices(problem)
     witness = tuple(prices.tolist())
     # If no kernel leaves room beside it, a second stream gains nothing: the bounds are the same.

@@ -14,7 +14,7 @@ docs/certificates.md.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -28,6 +28,7 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.prices.collectives import ring_seconds
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.units import format_bytes
+from stagewright.graphs.machines.canonical import reordered
 
 MARGIN = 1e-9  # relative; rounding of sums of bytes
 
@@ -355,6 +356,24 @@ def why_nothing_fits(problem: PipelineProblem) -> str | None:
         f"weights, gradients and optimizer state of all layers need {format_bytes(need)}, all "
         f"devices have {format_bytes(memory)}: {need - memory:.0f} bytes short"
     )
+
+
+def without_useless(problem: PipelineProblem) -> PipelineProblem:
+    """The problem without the devices on which no layer fits, by the samples or their memory.
+
+    Every plan of tensor degree 1 without shards is a plan of it. The problem itself if all devices
+    have room, or none.
+    """
+    chain, count = problem.chain, len(problem.cluster)
+    split = np.arange(1, min(count, int(problem.replicas_per_layer.max())) + 1)
+    states = chain.parameter_bytes * least_state_factor(problem)
+    needs = np.array([problem.saved_per_layer(r) for r in split.tolist()]) + states
+    needs = np.where(split[:, None] <= problem.replicas_per_layer, needs, np.inf)
+    kept = np.flatnonzero(needs.min() <= problem.memory_bytes * (1 + MARGIN))
+    if len(kept) in (0, count):
+        return problem
+    fewer = reordered(problem.cluster, kept.tolist())
+    return without_useless(replace(problem, cluster=fewer))
 
 
 def _least(seconds: Floats) -> Floats:
