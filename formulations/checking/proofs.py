@@ -32,6 +32,12 @@ from stagewright.formulations.pipelines import bppm
 from stagewright.formulations.pipelines.bounds import every_plan, server_relaxation
 from stagewright.formulations.pipelines.bounds.devices import EDGE_FINDING, verified_bound
 from stagewright.formulations.pipelines.bounds.memory import MEMORY_NAMES
+from stagewright.formulations.pipelines.bounds.memory_of_plans import (
+    MEMORY_LOAD,
+    MEMORY_PATH,
+    memory_load_bound,
+    memory_path_bound,
+)
 from stagewright.formulations.pipelines.bounds.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
 from stagewright.formulations.pipelines.bounds.stages import NAMES as OF_SCHEDULES
 from stagewright.formulations.pipelines.bounds.stages import schedule_bounds
@@ -181,6 +187,16 @@ def _finite(bound_of: Callable[[PipelineProblem, bool], float]) -> Value:
     return lambda problem, plan, bound: bound_of(problem, not bound.plans.split_backward)
 
 
+def _without_offloading(bound_of: Callable[[PipelineProblem], float]) -> Value:
+    """A bound on finite plans that does not apply to those that offload."""
+
+    def value(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> float | None:
+        hosts = {one.host_bytes_per_second for one in problem.cluster.devices}
+        return None if bound.plans.offload and hosts != {None} else bound_of(problem)
+
+    return value
+
+
 def _by_streams(bound_of: Callable[[PipelineProblem, Literal[1, 2]], float]) -> Value:
     """A bound on every plan, larger if devices have one stream."""
     return lambda problem, plan, bound: bound_of(problem, bound.plans.streams)
@@ -243,6 +259,8 @@ ARGUMENTS: dict[str, Argument] = {
     every_plan.COPIES: Argument("problem", EVERY_PLAN, _by_streams(every_plan.copies_bound)),
     every_plan.PATH: Argument("problem", EVERY_FINITE, _finite(every_plan.path_bound)),
     every_plan.LAYER_PATH: Argument("problem", EVERY_FINITE, _finite(every_plan.layer_path_bound)),
+    MEMORY_LOAD: Argument("problem", EVERY_FINITE, _without_offloading(memory_load_bound)),
+    MEMORY_PATH: Argument("problem", EVERY_FINITE, _without_offloading(memory_path_bound)),
     TWO_STREAMS: Argument(
         "problem", EVERY_BACKWARD_FIRST, lambda problem, plan, bound: two_streams_bound(problem)
     ),

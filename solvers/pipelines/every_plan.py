@@ -1,6 +1,7 @@
 """The bounds of :mod:`every_plan`, with the best prices computed by HiGHS."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from time import monotonic
 
@@ -22,6 +23,12 @@ from stagewright.formulations.pipelines.bounds.every_plan import (
     price_program,
     priced_load_bound,
     without_useless,
+)
+from stagewright.formulations.pipelines.bounds.memory_of_plans import (
+    MEMORY_LOAD,
+    MEMORY_PATH,
+    memory_load_bound,
+    memory_path_bound,
 )
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, Stage
@@ -107,7 +114,19 @@ def every_plan_bounds(problem: PipelineProblem) -> tuple[Bound, ...]:
             for name, bound in ((PATH, path_bound), (LAYER_PATH, layer_path_bound))
             for plans in (EVERY_FINITE, WHOLE_FINITE)
         ),
+        *_memory_bounds(problem),
     )
+
+
+def _memory_bounds(problem: PipelineProblem) -> Iterator[Bound]:
+    """The bounds from memory that exceed those without it, on plans that do not offload."""
+    offload = any(one.host_bytes_per_second is not None for one in problem.cluster.devices)
+    plans = replace(EVERY_FINITE, offload=False) if offload else EVERY_FINITE
+    load, path = memory_load_bound(problem), memory_path_bound(problem)
+    if load > priced_load_bound(problem, np.ones(len(problem.kinds))) * (1 + PRECISION):
+        yield Bound(load, MEMORY_LOAD, "problem", plans)
+    if path > path_bound(problem, False) * (1 + PRECISION):
+        yield Bound(path, MEMORY_PATH, "problem", plans)
 
 
 def best_prices(problem: PipelineProblem) -> NDArray[np.float64]:

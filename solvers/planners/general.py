@@ -120,6 +120,7 @@ class _StructureSearch:
         order = recursive_device_order(self.problem.cluster)
         seeds = [structure_of(one) for one in known]
         self._try_all(pipelines(self.problem, order))
+        self._try_all(self.moves.relieved(pipelines(self.problem, order)))
         for seed in self._promising(STARTS):
             self._try_all(self.moves.variants(seed))
         if not math.isfinite(self.best.seconds):

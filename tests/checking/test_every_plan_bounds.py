@@ -1,6 +1,7 @@
 """Bounds over every plan, against the best plan of the whole language by brute force."""
 
 import json
+import random
 from math import inf
 
 import pytest
@@ -16,6 +17,7 @@ from stagewright.formulations.pipelines.bounds.every_plan import (
     layer_path_bound,
     why_nothing_fits,
 )
+from stagewright.formulations.pipelines.bounds.memory_of_plans import MEMORY_LOAD, MEMORY_PATH
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan_class import (
     DISJOINT_SPLIT,
@@ -36,6 +38,8 @@ from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
 from stagewright.solvers.pipelines.servers.relaxation import is_server_bound, server_bound
 
 SLACK = 1 + 1e-9
+FROM_MEMORY = (MEMORY_LOAD, MEMORY_PATH)
+SHORT_OF_MEMORY = (8, 53, 61, 124, 24, 92, 112, 134, 156, 244)  # with one of these bounds
 NONE = frozenset({"none"})
 LANGUAGES = {
     EVERY_PLAN: Language(),
@@ -76,6 +80,31 @@ def test_no_plan_undercuts_a_bound_on_its_class(seed):
         if optimum[plans] < inf:
             assert server_bound(problem, inf, inf, plans) <= optimum[plans] * SLACK
             assert not is_server_bound(problem, optimum[plans] * (1 + 1e-6), plans)
+
+
+@pytest.mark.parametrize("seed", slow_after(4, SHORT_OF_MEMORY))
+def test_no_plan_undercuts_the_bounds_from_memory(seed):
+    (model, cluster, microbatches), _ = read(seed)
+    draw = random.Random(seed)
+    for layer in model["layers"]:
+        layer["parameter_bytes"] *= 10
+        for entry in layer["costs"]:
+            entry["saved_bytes"] *= 10
+    copies = 2 + model["optimizer_bytes_per_parameter_byte"]
+    states = copies * sum(layer["parameter_bytes"] for layer in model["layers"])
+    saved = sum(layer["costs"][0]["saved_bytes"] for layer in model["layers"])
+    for device in cluster["devices"]:
+        device["memory_bytes"] = float(int(states * draw.uniform(0.5, 1)) + int(saved / 2))
+    chain = parse(Chain, json.dumps(model), "model", MODEL, 1)
+    problem = PipelineProblem(
+        chain, parse(Cluster, json.dumps(cluster), "c", CLUSTER, 1), microbatches
+    )
+    assert why_nothing_fits(problem) is None
+    bounds = [one for one in every_plan_bounds(problem) if one.proved_by in FROM_MEMORY]
+    assert bounds
+    found = best(model, cluster, microbatches, Language(offload=bounds[0].plans.offload))
+    for bound in bounds:
+        assert bound.seconds <= (inf if found is None else found[0]) * SLACK, bound
 
 
 @examples(100)

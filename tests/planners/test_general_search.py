@@ -205,6 +205,25 @@ def test_recomputation_where_nothing_fits_without() -> None:
     assert stagewright.plan(chain, cluster, 4, time_limit=2, choices=Choices("none")).plan is None
 
 
+def test_as_few_first_layers_as_need_be_recompute() -> None:
+    # 60 MB on 45 MB: with two layers recomputed there are 40 MB, and 20 MB when they are again.
+    cluster = uniform_servers(1, 2, Link(1e9), memory_bytes=45 * MB)
+    problem = PipelineProblem(_chain(6, 10 * MB), cluster, 2)
+    turns = Stage((0, 6), ("s0g0", "s0g1"), "round-robin")
+    start = Structure.whole([turns])
+    assert misfit(problem, start, work_of(problem, start)[0]) is not None
+    (found,) = StructureMoves(problem, Choices("full")).relieved([start])
+    assert [(one.layers, one.recompute) for one in found.stages] == [
+        ((0, 2), "full"),
+        ((2, 6), "none"),
+    ]
+    assert misfit(problem, found, work_of(problem, found)[0]) is None
+    assert not [*StructureMoves(problem, Choices("none")).relieved([start])]
+    roomy = uniform_servers(1, 2, Link(1e9), memory_bytes=65 * MB)
+    moves = StructureMoves(PipelineProblem(_chain(6, 10 * MB), roomy, 2), Choices("full"))
+    assert not [*moves.relieved([start])]
+
+
 @pytest.mark.parametrize("planner", ["spp", "gpipe", "pipedream", "hetpipe", "exact", "dp"])
 @pytest.mark.parametrize("way", ["full", "layer"])
 def test_planners_recompute_everywhere(planner: str, way: str) -> None:

@@ -1,11 +1,13 @@
 """Neighbours of a structure: one change to its cuts, devices, replication or memory mode."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
 
+from stagewright.formulations.plans.memory import kept_bytes, stage_static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.plan_class import REPLICATION
@@ -51,6 +53,36 @@ class StructureMoves:
                     found = self._everywhere(turned, split, mode)
                     if found != structure and self.allows(found):
                         yield found
+
+    def relieved(self, structures: Iterable[Structure]) -> Iterator[Structure]:
+        """The structures whose stages hold too much, with their first layers recomputed."""
+        for structure in structures if "full" in self._modes() else ():
+            uses = Counter(name for stage in structure.stages for name in stage.devices)
+            parts = [self._relieved(stage, uses) for stage in structure.stages]
+            if any(len(part) > 1 for part in parts):
+                yield Structure.whole([stage for part in parts for stage in part])
+
+    def _relieved(self, stage: Stage, uses: Counter[str]) -> Stages:
+        """As few first layers as a microbatch asks for in a stage of their own, which recomputes.
+
+        A device has equal memory for each of the stages that use it.
+        """
+        first, last = stage.layers
+        index, memory = self.problem.cluster.index, self.problem.memory_bytes
+        room = min(float(memory[index[name]]) / uses[name] for name in stage.devices)
+        for cut in range(first, last):
+            rest = replace(stage, layers=(cut, last))
+            parts: Stages = (rest,)
+            if cut > first:
+                parts = (with_memory_mode(replace(stage, layers=(first, cut)), "full"), rest)
+            kept = [kept_bytes(self.problem, one) for one in parts]
+            held = sum(stage_static_bytes(self.problem, one) for one in parts)
+            # When the first part is computed again, the backward of the rest has ended.
+            later = [kept[0].working_bytes, *(one.saved_bytes for one in kept[1:])]
+            held += kept[0].saved_bytes + max(later)
+            if held <= room:
+                return parts
+        return (stage,)
 
     def allows(self, structure: Structure) -> bool:
         """Whether every stage has enough samples and no duplicate device."""
