@@ -264,7 +264,7 @@ class _Refining:
         """Refine the best layouts of the search; each refinement must be faster than its layout."""
         for one in self.found.best:
             layout = one.layout
-            if layout.chunks > 1 or layout.pipeline == 1:
+            if layout.chunks > 1 or layout.pipeline == 1 or layout.form.in_v:
                 continue
             for kind in self._kinds(layout.recompute):
                 self._refine(replace(_base(layout), recompute=kind), one.seconds, one.seconds)
