@@ -97,6 +97,14 @@ class LayerFamily:
             self._works[key] = SplitLayerWork(*np.array(rows).T[:, self._places])
         return self._works[key]
 
+    def least_work(
+        self, samples: int, recompute: Recompute, schedules: Iterable[Schedule]
+    ) -> float:
+        """The least seconds of all layers: with whole backwards, but for what pairs hide."""
+        pairs: list[Schedule] = [one for one in schedules if FORMS[one].pairs]
+        every = (self.work(samples, recompute, one) for one in ("1f1b", *pairs[:1]))
+        return min(float(one.total.sum()) for one in every)
+
     def frontier(
         self, samples: int, sets: Iterable[Recompute], schedules: Iterable[Schedule]
     ) -> list[Recompute]:

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from stagewright.formulations.parallelism.cut import Layers, stage_layers
+from stagewright.formulations.parallelism.estimate import Estimate
 from stagewright.formulations.parallelism.layout import Layout, Placement
 from stagewright.formulations.parallelism.parts import Parts, shares
 from stagewright.formulations.parallelism.pipeline_time import StageCosts, Walk
@@ -225,6 +226,7 @@ class Space:
             and problem.architecture.experts is not None
             and (self.expert is None or max(self.expert) > problem.fabric.per_server),
             "activation offload": self.offloads(problem),
+            "schedules in a V": any(FORMS[one].in_v for one in self.schedules),
         }
         return tuple(feature for feature, may in can.items() if may)
 
@@ -348,6 +350,11 @@ def divisors(of: int) -> tuple[int, ...]:
     return tuple(sorted({*low, *(of // one for one in low)}))
 
 
+def plainest(schedule: Schedule) -> Layout:
+    """A layout with the schedule and no other feature."""
+    return Layout(4, chunks=FORMS[schedule].chunks or 1, schedule=schedule)
+
+
 def with_recomputed(layout: Layout, blocks: int, most: int) -> Layout:
     """The layout that recomputes so many blocks of every stage, of which it has ``most``."""
     if blocks == 0:
@@ -360,3 +367,9 @@ def blocks_recomputed(layout: Layout, most: int) -> int:
     if layout.recompute == "none":
         return 0
     return most if layout.recompute_blocks is None else layout.recompute_blocks
+
+
+def simple_first(one: Estimate) -> tuple[float, int, int, str]:
+    """Sort key of layouts: time, then the number of kinds of parallelism."""
+    layout = one.layout
+    return float(f"{one.seconds:.9g}"), layout.context, layout.expert, layout.placement

@@ -35,7 +35,14 @@ from stagewright.solvers.parallelism.divisions import (
     sized,
 )
 from stagewright.solvers.parallelism.family import LayerFamily
-from stagewright.solvers.parallelism.space import Space, blocks_recomputed, chosen, with_recomputed
+from stagewright.solvers.parallelism.space import (
+    Space,
+    blocks_recomputed,
+    chosen,
+    plainest,
+    simple_first,
+    with_recomputed,
+)
 from stagewright.solvers.parallelism.uneven import least_of_ends, least_seconds
 
 _MOST_ENTRIES = 100_000
@@ -99,10 +106,8 @@ class Tree:
             family = LayerFamily(self.problem, split)
             layer = Layout(1, split.tensor, split.context, family.left, split.expert)
             some = any(len(self._divisions(family.left, one)[0]) for one in self.space.schedules)
-            if not self.known(layer) or not some:
-                continue
-            bound = self._spread(family, self.problem.batch, "none")
-            yield bound, self._of_split(family)
+            if self.known(layer) and some:
+                yield self._spread(family, self.problem.batch, "none"), self._of_split(family)
 
     def _divisions(self, left: int, schedule: Schedule) -> tuple[DivisionTable, DivisionGroups]:
         """The nearly even divisions for the devices that are left beside t and c; all others."""
@@ -127,10 +132,8 @@ class Tree:
     def _spread(self, family: LayerFamily, samples: int, recompute: Recompute) -> float:
         """All work spread evenly over the ranks: each replica has B / d samples and p ranks."""
         replicas = self.problem.fabric.devices / family.replica
-        # With whole backwards work is least, but for what pairs hide.
-        pairs: list[Schedule] = [one for one in self.space.schedules if FORMS[one].pairs]
-        of = (family.work(samples, recompute, one).total.sum() for one in ("1f1b", *pairs[:1]))
-        return float(min(of)) * self.problem.batch / samples / replicas
+        work = family.least_work(samples, recompute, self.space.schedules)
+        return work * self.problem.batch / samples / replicas
 
     def _of_split(self, family: LayerFamily) -> Part:
         """Step 2: parts by microbatch size and kind of recomputation."""
@@ -140,7 +143,7 @@ class Tree:
                 bounds = {}
                 for schedule in self.space.schedules:
                     of = self._sized(family.left, samples, schedule)
-                    if of is not None:
+                    if of is not None and self.known(plainest(schedule)):
                         bounds[schedule] = Bounds(family, of)
                 for recompute in self._recomputes if bounds else ():
                     # Recomputation of some blocks takes at least as long as that of none.
@@ -269,10 +272,8 @@ class Tree:
         for one in np.unique(pipeline[differs]):
             same = differs & (pipeline == one)
             layout = choice.layout(int(same.argmax()), keeping)
-            placed = (
-                replace(layout, placement=where) for where in self.space.placements_of(layout)
-            )
-            found |= same & any(map(self.known, placed))
+            placed = self.space.placements_of(layout)
+            found |= same & any(self.known(replace(layout, placement=one)) for one in placed)
         return found
 
     def _frontier(self, choice: Choice) -> list[Recompute]:
@@ -397,9 +398,3 @@ class Tree:
         self.folded += rest
         others = [one for one in self.best if one not in same]
         self.best = sorted([first, *others], key=lambda one: one.seconds)[: self.keep]
-
-
-def simple_first(one: Estimate) -> tuple[float, int, int, str]:
-    """Sort key of layouts: time, then the number of kinds of parallelism."""
-    layout = one.layout
-    return float(f"{one.seconds:.9g}"), layout.context, layout.expert, layout.placement

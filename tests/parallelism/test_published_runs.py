@@ -18,10 +18,12 @@ from benchmarks.layout_experts import (
     flops_per_token,
     predicted,
     printed_flops_per_token,
+    problem,
 )
 from benchmarks.layout_simumax import case_named, seconds
 from benchmarks.layout_simumax_search import has_short_end, with_short_end
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
+from stagewright.formulations.parallelism.ranges import ranges
 from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.graphs.machines.rates import rates_of
 
@@ -56,6 +58,7 @@ def test_what_dualpipe_hides() -> None:
     """
     found, plain = predicted(AS_PRINTED), predicted(LAYOUTS[0])
     assert found.fits
+    assert ranges(problem(), found).seconds_high > SECONDS
     assert found.exchange_seconds < plain.exchange_seconds / 2
     computed = found.compute_seconds + found.repeated_seconds
     assert found.seconds < SECONDS < 1.15 * (found.seconds + computed * (132 / 112 - 1))
