@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from stagewright.formulations.parallelism.schedules import stages_of_ranks
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.graphs.models.shards import LayerShare, Recompute, Shares
 
@@ -33,15 +34,16 @@ class Cut:
 @lru_cache(maxsize=4096)
 def cut(
     of: Shares,
-    pipeline: int,
+    ranks: int,
     blocks: tuple[int, ...],
     treated: tuple[int, ...],
     treatment: Recompute,
+    in_v: bool,
 ) -> Cut:
     """The cut with ``blocks`` in every stage: the embedding is in the first, the head in the last.
 
-    Stage s is on rank s mod ``pipeline``; its first ``treated`` blocks have the ``treatment``,
-    nothing else has.
+    Stage s is on rank s mod ``ranks``, or with ``in_v`` the last of S is with the first, and so on;
+    its first ``treated`` blocks have the ``treatment``, nothing else has.
     """
     stages: list[Layers] = []
     start, last = 0, len(blocks) - 1
@@ -50,8 +52,9 @@ def cut(
         ends = {"first": stage == 0, "last": stage == last}
         stages.append(stage_layers(of, own, first, treatment, **ends))
         start += count
-    ranks = [_together(stages[rank::pipeline]) for rank in range(pipeline)]
-    return Cut(_kinds(stages), _kinds(ranks))
+    placed = stages_of_ranks(ranks, len(blocks) // ranks, in_v)
+    by_rank = [_together(stages[stage] for stage in row) for row in placed]
+    return Cut(_kinds(stages), _kinds(by_rank))
 
 
 @lru_cache(maxsize=1 << 14)

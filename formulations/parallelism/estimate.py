@@ -7,6 +7,7 @@ import numpy as np
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.parts import Parts
 from stagewright.formulations.parallelism.pipeline_time import RankMemory, Walk, walk
+from stagewright.formulations.parallelism.schedules import order_codes, positions
 from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
 
 
@@ -16,7 +17,8 @@ class Estimate:
 
     ``seconds`` is the sum of ``pipeline_seconds`` (the makespan of all microbatches),
     ``gradient_seconds`` and ``update_seconds``. On the busiest rank the first is the sum of
-    ``compute_seconds``, ``exchange_seconds`` (tensor, context and expert exchanges),
+    ``compute_seconds``, ``exchange_seconds`` (tensor, context and expert exchanges, without what
+    pairs hide of them),
     ``repeated_seconds`` (recomputation, with its exchanges), ``zero_seconds`` (waiting for ZeRO's
     exchanges and for copies to the host with every microbatch) and ``bubble_seconds``.
     """
@@ -62,14 +64,14 @@ def evaluate(problem: TrainingProblem, layout: Layout, run: Walk = walk) -> Esti
     parts = Parts(problem, layout)
     forward, backward = parts.seconds
     finish, kept = run(
-        layout.pipeline,
-        layout.chunks,
+        order_codes(layout.schedule, parts.ranks, parts.chunks, parts.microbatches),
+        parts.stage_of,
         parts.microbatches,
-        parts.is_split,
         forward,
         backward,
         parts.weight_seconds,
-        parts.hop,
+        parts.paired,
+        parts.hops,
         parts.saved,
     )
     # A rank's sends take their time too: if they are more than its work, all wait for them.
@@ -77,23 +79,26 @@ def evaluate(problem: TrainingProblem, layout: Layout, run: Walk = walk) -> Esti
     end = float((finish + parts.reductions).max())
     makespan, busiest = float(finish.max()), int(np.argmax(parts.busy))
     worked = parts.of_time(busiest, lambda one: one.forward + one.backward)
+    overlapped = float(parts.overlapped[busiest])
     exchanged = parts.of_time(busiest, lambda one: one.exchange)
     repeated = parts.of_time(busiest, lambda one: one.repeated)
     seconds = end + parts.longest_update
     rate = problem.model_flops / seconds
     return Estimate(
         layout=layout,
-        microbatches=parts.microbatches,
+        microbatches=parts.microbatches * layout.form.copies,
         seconds=seconds,
         pipeline_seconds=makespan,
         compute_seconds=worked - exchanged - repeated,
-        exchange_seconds=exchanged,
+        exchange_seconds=exchanged - overlapped,
         repeated_seconds=repeated,
-        zero_seconds=float(parts.busy[busiest]) - worked,
+        zero_seconds=float(parts.busy[busiest]) + overlapped - worked,
         bubble_seconds=makespan - float(parts.busy[busiest]),
         gradient_seconds=end - makespan,
         update_seconds=parts.longest_update,
-        memory=tuple(parts.memory(r, float(kept[r])) for r in range(layout.pipeline)),
+        memory=tuple(
+            parts.memory(r, float(kept[r])) for r in positions(layout.schedule, layout.pipeline)
+        ),
         memory_bytes=problem.fabric.memory_bytes,
         model_flops_per_second=rate,
         mfu=rate / (problem.peak_flops * problem.fabric.devices),

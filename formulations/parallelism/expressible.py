@@ -45,6 +45,11 @@ def require_expressible(problem: TrainingProblem, layout: Layout) -> None:
             "divided stages that share a tied table",
             "t1, p1, or a model that is not tied",
         ),
+        (
+            layout.form.copies > 1,
+            "second copies of stages (dualpipe)",
+            "dualpipev, on half the ranks",
+        ),
         (layout.offload_optimizer, "offloaded optimizer", "a layout without offload"),
         (layout.offload_blocks > 0, "offloaded activations of blocks", "offload_blocks 0"),
         (

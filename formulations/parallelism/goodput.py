@@ -25,6 +25,7 @@ import numpy as np
 
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.parts import Parts, shares
+from stagewright.formulations.parallelism.schedules import positions
 from stagewright.formulations.parallelism.states import Parameters, groups, held
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.prices.collectives import link_seconds
@@ -91,7 +92,7 @@ def checkpoint(problem: TrainingProblem, layout: Layout) -> Checkpoint:
     """
     of = Parts(problem, layout).cut.ranks
     kinds = [_written(problem, layout, held(one, tied=False).trained) for one in of.layers]
-    by_position = np.array(kinds)[of.index]
+    by_position = np.array(kinds)[of.index][positions(layout.schedule, layout.pipeline)]
     ranks = np.arange(layout.ranks)
     by_rank = by_position[ranks // layout.pipeline_stride % layout.pipeline]
     by_server = np.add.reduceat(by_rank, ranks[:: problem.fabric.per_server])

@@ -22,7 +22,8 @@ class LayerTime:
 
     ``weight`` is the part of the backward that is put off, where it is split: the weight gradients.
     ``repeated`` is what recomputation adds to the backward, ``exchange`` the part of the rest of
-    both that waits for communication.
+    both that waits for communication; of it ``dispatched`` is in each of them for the way to the
+    experts and back.
     """
 
     forward: float
@@ -30,6 +31,7 @@ class LayerTime:
     weight: float = 0.0
     repeated: float = 0.0
     exchange: float = 0.0
+    dispatched: float = 0.0
 
 
 def share_time(
@@ -96,6 +98,7 @@ def layer_time(
         weight=weights if put_off else 0.0,
         repeated=repeated,
         exchange=sent + returned,
+        dispatched=min(_each_exchange(problem, share, split, samples)[1], sent, returned),
     )
 
 

@@ -6,6 +6,12 @@ from dataclasses import fields, replace
 from itertools import groupby
 from typing import Literal
 
+from stagewright.formulations.parallelism.schedules import (
+    FORMS,
+    Schedule,
+    ScheduleForm,
+    require_stages,
+)
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_MICROBATCHES, require_count
@@ -13,9 +19,6 @@ from stagewright.graphs.machines.fabric import MAX_GPUS
 from stagewright.graphs.machines.groups import Group
 from stagewright.graphs.models.modules import MODULES, OFFLOAD, joined, require_recompute
 from stagewright.graphs.models.shards import LayerSplit, Recompute
-
-Schedule = Literal["1f1b", "zero-bubble"]
-"""(Interleaved) 1F1B, or ZB-H1 and its interleaved form, whose backwards are split in two."""
 
 Placement = Literal["data-inside", "pipeline-inside"]
 """Which dimension has its ranks nearer together; tensor and context ranks are always nearest."""
@@ -39,7 +42,7 @@ _PLAIN: dict[str, tuple[str, object]] = {
     "none": ("recompute", "none"),
     "selective": ("recompute", "selective"),
     "full": ("recompute", "full"),
-    "zero-bubble": ("schedule", "zero-bubble"),
+    **{one: ("schedule", one) for one in FORMS if one != "1f1b"},
     "sp": ("sequence_parallel", True),
     "offload": ("offload_optimizer", True),
     "pipeline-inside": ("placement", "pipeline-inside"),
@@ -89,8 +92,6 @@ class Layout:
         require_recompute(self.recompute)
         if self.zero not in range(4):
             raise InputError(f"zero must be 0, 1, 2 or 3, got {self.zero}")
-        if self.pipeline == 1 and self.chunks > 1:
-            raise InputError(f"{self.chunks} chunks need a pipeline of at least 2 ranks")
         if self.sequence_parallel and self.tensor == 1:
             raise InputError("sequence parallelism needs a tensor degree of at least 2")
         shared = self.tensor * self.context * self.data
@@ -110,8 +111,7 @@ class Layout:
         self._require_stages()
 
     def _require_schedule(self) -> None:
-        if self.schedule == "zero-bubble" and self.pipeline == 1:
-            raise InputError("the schedule zero-bubble needs a pipeline of at least 2 ranks")
+        require_stages(self.schedule, self.pipeline, self.chunks)
         blocks = self.recompute_blocks
         if blocks is not None and (self.recompute != "full" or blocks < 1):
             raise InputError(
@@ -166,6 +166,16 @@ class Layout:
         return self.pipeline * self.chunks
 
     @property
+    def form(self) -> ScheduleForm:
+        """What sets the schedule apart."""
+        return FORMS[self.schedule]
+
+    @property
+    def positions(self) -> int:
+        """The number of pipeline ranks of one copy of the stages."""
+        return self.pipeline // self.form.copies
+
+    @property
     def split(self) -> LayerSplit:
         """The degrees by which a layer is divided."""
         return LayerSplit(self.tensor, self.context, self.expert, self.sequence_parallel)
@@ -188,18 +198,23 @@ class Layout:
         return self.tensor * self.context * inside
 
     @property
+    def _copies(self) -> Group:
+        """The two ranks with the same stages, as far apart as they are on average."""
+        return ((self.pipeline_stride * (self.pipeline // 2), 2),) * (self.form.copies - 1)
+
+    @property
     def data_group(self) -> Group:
         """The ranks with equal parameters, but for those of experts."""
-        return ((self.tensor, self.context), (self.data_stride, self.data))
+        return ((self.tensor, self.context), (self.data_stride, self.data), *self._copies)
 
     @property
     def expert_group(self) -> Group:
         """The ranks with equal experts."""
         if self.placement == "data-inside":
             ranks = self.tensor * self.context * self.data
-            return ((self.expert, ranks // self.expert),)
+            return ((self.expert, ranks // self.expert), *self._copies)
         inside = self.tensor * self.context // self.expert
-        return ((self.expert, inside), (self.data_stride, self.data))
+        return ((self.expert, inside), (self.data_stride, self.data), *self._copies)
 
     @property
     def pipeline_group(self) -> Group:

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+import numpy as np
+
 from stagewright.formulations.checking.check import require_valid
 from stagewright.formulations.checking.peaks import memory_exceeded
 from stagewright.formulations.checking.times import read_times
@@ -16,6 +18,7 @@ from stagewright.formulations.parallelism.expressible import require_expressible
 from stagewright.formulations.parallelism.layer_times import LayerTime, share_time
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.parts import shares
+from stagewright.formulations.parallelism.schedules import Schedule, stages_of_ranks
 from stagewright.formulations.parallelism.states import held, update_seconds
 from stagewright.formulations.parallelism.training import (
     TrainingProblem,
@@ -27,8 +30,7 @@ from stagewright.formulations.plans.plan import PipelinePlan, Stage
 from stagewright.formulations.prices.computing import layer_cost
 from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.planned import starts_to_the_end
-from stagewright.formulations.schedules.published.one_f_one_b import interleaved
-from stagewright.formulations.schedules.published.zero_bubble import interleaved_zero_bubble
+from stagewright.formulations.schedules.published.kinds import KINDS, Sizes
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.machines.fabric import cluster_of
@@ -108,7 +110,7 @@ def chain_of(problem: TrainingProblem, layout: Layout, names: Sequence[str] | No
 
 
 def stages_of(problem: TrainingProblem, layout: Layout, cluster: Cluster) -> tuple[Stage, ...]:
-    """Stage s on the devices of pipeline rank s mod p, whose tensor ranks are next to each other.
+    """Stage s on the devices of its pipeline rank, whose tensor ranks are next to each other.
 
     What the estimate recomputes are blocks, one at a time, each from its input: ``layer``.
     """
@@ -116,10 +118,12 @@ def stages_of(problem: TrainingProblem, layout: Layout, cluster: Cluster) -> tup
     again = layout.recomputed_of_stages(problem.architecture.layers)
     cuts = [0, *(1 + done for done in accumulate(blocks))]
     cuts[-1] += 1
+    placed = stages_of_ranks(layout.pipeline, layout.chunks, layout.form.in_v)
+    rank_of = np.argsort(placed, axis=None) // layout.chunks
     return tuple(
         Stage(
             (cuts[s], cuts[s + 1]),
-            tuple(cluster.devices[i].name for i in _ranks(layout, s % layout.pipeline)),
+            tuple(cluster.devices[i].name for i in _ranks(layout, int(rank_of[s]))),
             recompute="layer" if again[s] else "none",
             tensor=layout.tensor,
             shards=shards_of(layout),
@@ -139,9 +143,16 @@ def _ranks(layout: Layout, rank: int) -> list[int]:
 
 
 def _order(layout: Layout, microbatches: int) -> Order:
-    if layout.schedule == "zero-bubble":
-        return interleaved_zero_bubble(layout.pipeline, layout.chunks, microbatches)
-    return interleaved(layout.pipeline, layout.chunks, microbatches)
+    """The published order; a plan has no pairs: their forward comes before their backward."""
+    kind = _KINDS[layout.schedule]
+    return KINDS[kind].generate(Sizes(layout.pipeline, microbatches), layout.chunks)
+
+
+_KINDS: dict[Schedule, str] = {
+    "1f1b": "interleaved", "zero-bubble": "interleaved-zb", "zb-h2": "zb-h2", "zbv": "zbv",
+    "dualpipev": "dualpipev",
+}  # fmt: skip
+"""Which published schedule a layout's is; a plan has no second copies of stages."""
 
 
 def _costs(
@@ -157,7 +168,7 @@ def _costs(
 def _cost(
     problem: TrainingProblem, layout: Layout, share: LayerShare, split: LayerSplit, samples: int
 ) -> LayerCost:
-    split_backward = layout.schedule == "zero-bubble"
+    split_backward = layout.form.is_split
     time = share_time(problem, share, split, samples, "none", split_backward)
     degree = split.tensor if split.tensor > 1 else None
     of = held(((share, False, 1),), tied=True)

@@ -9,11 +9,13 @@ import numpy as np
 from stagewright.formulations.parallelism.cut import cut
 from stagewright.formulations.parallelism.layer_times import LayerTime
 from stagewright.formulations.parallelism.layout import Layout
-from stagewright.formulations.parallelism.pipeline_time import (
-    RankMemory,
-    StageCosts,
+from stagewright.formulations.parallelism.pipeline_time import RankMemory, StageCosts
+from stagewright.formulations.parallelism.schedules import (
+    Schedule,
     first_forwards,
     kept_forwards,
+    pairs_of_ranks,
+    stages_of_ranks,
 )
 from stagewright.formulations.parallelism.states import tied_seconds
 from stagewright.formulations.parallelism.training import TrainingProblem
@@ -37,41 +39,47 @@ def shares(problem: TrainingProblem, split: LayerSplit) -> Shares:
 
 @lru_cache(maxsize=4096)
 def _all_forwards(
-    of: Callable[..., Ints], pipeline: int, chunks: int, microbatches: int, split: bool
+    of: Callable[..., Ints], schedule: Schedule, ranks: int, chunks: int, microbatches: int
 ) -> Ints:
-    ranks, each = np.arange(pipeline), np.arange(chunks)[:, None]
-    return of(pipeline, chunks, microbatches, split, ranks, each)
+    rank, chunk = np.arange(ranks)[:, None], np.arange(chunks)
+    return of(schedule, ranks, chunks, microbatches, rank, chunk)
 
 
 class Parts:
-    """The quantities of a layout, by stage or by the position of a rank in the pipeline."""
+    """The quantities of a layout, by stage or by the position of a rank in the pipeline.
+
+    Where a schedule has two copies of every stage, the ranks with the second copies do the same as
+    those with the first: the positions, and the ``microbatches``, are those of one copy.
+    """
 
     def __init__(self, problem: TrainingProblem, layout: Layout) -> None:
         self.problem, self.layout = problem, layout
-        self.microbatches = layout.microbatches(problem.batch)
+        self.ranks, self.chunks = layout.positions, layout.stages // layout.positions
+        self.microbatches = layout.microbatches(problem.batch) // layout.form.copies
         self.shares = shares(problem, layout.split)
         self.costs = StageCosts(problem, layout, self.shares)
         blocks = problem.architecture.layers
         self.cut = cut(
             self.shares,
-            layout.pipeline,
+            self.ranks,
             layout.blocks_of_stages(blocks),
             layout.treated_of_stages(blocks),
             layout.treatment,
+            layout.form.in_v,
         )
 
     def varied(self, layout: Layout) -> "Parts":
         """The parts of a layout that differs in ZeRO, offload or placement alone."""
         found = copy.copy(self)
         found.layout, found.costs = layout, StageCosts(self.problem, layout, self.shares)
-        for name in ("seconds", "busy", "hop", "reductions", "longest_update"):
+        for name in ("seconds", "paired", "busy", "hop", "reductions", "longest_update"):
             found.__dict__.pop(name, None)
         return found
 
     @property
-    def is_split(self) -> bool:
-        """Whether backwards are split in two."""
-        return self.costs.is_split
+    def stage_of(self) -> Ints:
+        """(R, v) the stages of every rank."""
+        return stages_of_ranks(self.ranks, self.chunks, self.layout.form.in_v)
 
     @cached_property
     def weight_seconds(self) -> Floats:
@@ -96,12 +104,37 @@ class Parts:
     @cached_property
     def busy(self) -> Floats:
         """Seconds of computation of every rank in an iteration."""
-        return self._of_microbatches(self.seconds[0] + self.seconds[1])
+        return self._of_microbatches(self.seconds[0] + self.seconds[1]) - self.overlapped
+
+    @cached_property
+    def paired(self) -> Floats:
+        """(R, v) seconds of a chunk's forward beside the backward of the rank's other chunk."""
+        of = self.stage_of
+        if not self.layout.form.pairs:
+            return np.zeros(of.shape)
+        hidden = np.array([self.costs.hidden(one) for one in self.cut.stages.layers])
+        both = hidden[self.cut.stages.index][of].sum(axis=1)[:, None]
+        every = zip((self._alone - both).tolist(), both[:, 0].tolist(), strict=True)
+        return np.array([[self.costs.beside(one, moved) for one in row] for row, moved in every])
+
+    @property
+    def _alone(self) -> Floats:
+        """(R, 2) the same seconds one after the other."""
+        forward, backward = (one[self.stage_of] for one in self.seconds)
+        return forward + backward[:, ::-1]
+
+    @property
+    def overlapped(self) -> Floats:
+        """Seconds of an iteration that every rank saves by pairs."""
+        if not self.layout.form.pairs:
+            return np.zeros(self.ranks)
+        number = pairs_of_ranks(self.ranks, self.microbatches)
+        found: Floats = (number * (self._alone - self.paired)).sum(axis=1)
+        return found
 
     def _of_microbatches(self, of_stages: Floats) -> Floats:
         """Sums over the stages of every rank and all microbatches."""
-        each = of_stages.reshape(self.layout.chunks, self.layout.pipeline)
-        found: Floats = self.microbatches * each.sum(axis=0)
+        found: Floats = self.microbatches * of_stages[self.stage_of].sum(axis=1)
         return found
 
     @cached_property
@@ -109,6 +142,15 @@ class Parts:
         """Seconds from a stage to the next: its output, of which every tensor rank sends a part."""
         seconds = send_seconds(self._pipeline_links, self._sent_bytes)
         return self.problem.charges("pipeline transfers") * seconds
+
+    @property
+    def hops(self) -> Floats:
+        """(S,) seconds from the stage before each; none where a V turns on a rank."""
+        found = np.full(self.layout.stages, self.hop)
+        found[0] = 0.0
+        if self.layout.form.in_v and self.layout.form.copies == 1:
+            found[self.ranks] = 0.0
+        return found
 
     @property
     def _pipeline_links(self) -> GroupWays:
@@ -122,11 +164,10 @@ class Parts:
     @property
     def sending_seconds(self) -> float:
         """Seconds in which a rank's link is busy sending to other stages."""
-        pipeline, chunks = self.layout.pipeline, self.layout.chunks
-        if pipeline == 1 or not self.problem.charges("pipeline transfers"):
+        if self.layout.pipeline == 1 or not self.problem.charges("pipeline transfers"):
             return 0.0
-        # Forward and backward of every chunk; the ends send once less.
-        times = 2 * chunks - (pipeline == 2)
+        # Forward and backward of every chunk; the ends send once less, or twice at the ends of a V.
+        times = 2 * self.chunks - (self.layout.pipeline == 2) * (1 + self.layout.form.in_v)
         each = occupied_seconds(self._pipeline_links, self._sent_bytes)
         return self.microbatches * times * each
 
@@ -145,9 +186,7 @@ class Parts:
         """
         layers = self.cut.ranks.layers
         found = self._by_rank(lambda kind: self.costs.reduction(layers[kind]))
-        if self.layout.pipeline > 1:
-            tied = tied_seconds(self.problem, self.layout, self.shares.head)
-            found[[0, -1]] += tied
+        found[[0, -1]] += tied_seconds(self.problem, self.layout, self.shares.head)
         return found
 
     @cached_property
@@ -170,8 +209,8 @@ class Parts:
         """
         forward, backward = self.seconds
         weight = self.weight_seconds
-        hops = self.hop * np.arange(self.layout.pipeline)
-        there = _before(forward + backward - weight, self.layout.pipeline) + 2 * hops
+        hops = self.hop * np.arange(self.ranks)
+        there = _before(forward + backward - weight, self.ranks) + 2 * hops
         pipeline = float((there + self.busy - self._of_microbatches(weight)).max())
         pipeline = max(pipeline, self.sending_seconds)
         last = self._first_return(forward, backward - weight) + self.busy + self.reductions
@@ -179,15 +218,10 @@ class Parts:
 
     def _first_return(self, forward: Floats, returned: Floats) -> Floats:
         """For every rank, the earliest start of its first backward less its forwards until then."""
-        layout, ranks = self.layout, np.arange(self.layout.pipeline)
-        arrives = (
-            forward.sum()
-            + self.hop * (layout.stages - 1)
-            + (np.cumsum(returned[::-1])[::-1][-layout.pipeline :] - returned[-layout.pipeline :])
-            + self.hop * (layout.pipeline - 1 - ranks)
-        )
+        of, last = self.stage_of, self.stage_of[:, -1]
+        arrives = forward.sum() + self.hops.sum() + _after(returned + self.hops)[last]
         done = self._forwards(first_forwards)
-        found: Floats = arrives - (forward.reshape(done.shape) * done).sum(axis=0)
+        found: Floats = arrives - (forward[of] * done).sum(axis=1)
         return found
 
     @property
@@ -200,13 +234,12 @@ class Parts:
     @cached_property
     def _least_kept(self) -> Floats:
         kept = self._forwards(kept_forwards)
-        found: Floats = (self.saved.reshape(kept.shape) * kept).sum(axis=0)
+        found: Floats = (self.saved[self.stage_of] * kept).sum(axis=1)
         return found
 
     def _forwards(self, of: Callable[..., Ints]) -> Ints:
-        """(chunks, ranks) forwards, as ``first_forwards`` or ``kept_forwards`` count them."""
-        layout = self.layout
-        return _all_forwards(of, layout.pipeline, layout.chunks, self.microbatches, self.is_split)
+        """(R, v) forwards, as ``first_forwards`` or ``kept_forwards`` count them."""
+        return _all_forwards(of, self.layout.schedule, self.ranks, self.chunks, self.microbatches)
 
     def of_time(self, rank: int, part: Callable[[LayerTime], float]) -> float:
         """Seconds of a part of a rank's layers in an iteration, without ZeRO's exchanges."""
@@ -223,4 +256,10 @@ class Parts:
 def _before(of_stages: Floats, ranks: int) -> Floats:
     """Sums over the stages before every rank's first one."""
     found: Floats = np.concatenate(([0.0], np.cumsum(of_stages)))[:ranks]
+    return found
+
+
+def _after(of_stages: Floats) -> Floats:
+    """Sums over the stages after every stage."""
+    found: Floats = np.cumsum(of_stages[::-1])[::-1] - of_stages
     return found

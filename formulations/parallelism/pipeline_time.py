@@ -1,4 +1,4 @@
-"""Start to finish of a flushed pipeline: (interleaved) 1F1B, or with zero bubbles.
+"""Costs of a pipeline's stages, and start to finish of a flushed pipeline in a schedule's order.
 
 :func:`walk` is plain Python that Numba can compile as it is; solvers do so.
 """
@@ -13,6 +13,14 @@ import numpy as np
 from stagewright.formulations.parallelism.cut import Layers
 from stagewright.formulations.parallelism.layer_times import LayerTime, share_time
 from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.parallelism.schedules import (
+    FORWARD,
+    INPUT,
+    PAIRED,
+    WEIGHT,
+    WHOLE,
+    Codes,
+)
 from stagewright.formulations.parallelism.states import (
     Exchange,
     Held,
@@ -88,7 +96,7 @@ class StageCosts:
     @property
     def is_split(self) -> bool:
         """Whether backwards are split in two."""
-        return self.layout.schedule == "zero-bubble"
+        return self.layout.form.is_split
 
     def of(self, share: LayerShare, treatment: Recompute) -> TreatedLayer:
         """A layer, as its activations are treated."""
@@ -109,15 +117,15 @@ class StageCosts:
         )
 
     def held(self, layers: Layers) -> Held:
-        """The parameters of the layers."""
-        return held(layers, tied=self.layout.pipeline > 1)
+        """The parameters of the layers; in a V one rank has the embedding and the head."""
+        return held(layers, tied=self.layout.pipeline > 1 and not self.layout.form.in_v)
 
     def seconds(self, layers: Layers) -> tuple[float, float]:
         """Forward and backward, with ZeRO's exchanges and copies as far as they are seen."""
         once, copied = self._exchange(self.held(layers)), self._copied_seconds(layers)
         later = self.put_off(layers)
-        forward = self._beside(self._forward(layers), once.each_forward)
-        backward = self._beside(self._backward(layers) - later, once.each_backward) + later
+        forward = self.beside(self._forward(layers), once.each_forward)
+        backward = self.beside(self._backward(layers) - later, once.each_backward) + later
         if not copied:
             return forward, backward
         # What goes to other servers shares the device's link to the host.
@@ -149,7 +157,13 @@ class StageCosts:
     def _backward(self, layers: Layers) -> float:
         return sum(n * self.of(one, kind).time.backward for one, kind, n in layers)
 
-    def _beside(self, work: float, moved: float) -> float:
+    def hidden(self, layers: Layers) -> float:
+        """Seconds of a forward, and of a backward, that a pair hides: those to experts and back."""
+        if not self.layout.form.pairs:
+            return 0.0
+        return sum(n * self.of(one, kind).time.dispatched for one, kind, n in layers)
+
+    def beside(self, work: float, moved: float) -> float:
         """Seconds of work and of an exchange that runs beside or after the work."""
         if not self.problem.overlap:
             return work + moved
@@ -217,137 +231,85 @@ class StageCosts:
         return gathered * (1 + memory.slack)
 
 
-def first_forwards(
-    ranks: Ints | int,
-    chunks: Ints | int,
-    microbatches: Ints | int,
-    split: bool,
-    rank: Ints,
-    chunk: Ints,
-    behind: Ints | int = 0,
-) -> Ints:
-    """How many forwards of a chunk are among the first W of a rank.
-
-    W are the warm-up and one more, after which comes the first backward, and ``behind`` more. The
-    forwards go through the chunks in groups of P microbatches. All arguments broadcast.
-    """
-    ahead = ranks - rank - 1
-    several = (ahead if split else 2 * ahead) + (chunks - 1) * ranks
-    done = np.where(np.equal(chunks, 1), ahead, several) + 1 + behind
-    done = np.minimum(done, microbatches * chunks)
-    groups, rest = np.divmod(done, ranks * chunks)
-    mixed = groups * ranks + np.clip(rest - chunk * ranks, 0, ranks)
-    found: Ints = np.where(np.equal(chunks, 1), done, mixed)
-    return found
-
-
-def kept_forwards(
-    ranks: Ints | int,
-    chunks: Ints | int,
-    microbatches: Ints | int,
-    split: bool,
-    rank: Ints,
-    chunk: Ints,
-) -> Ints:
-    """How many forwards of a chunk a rank keeps at the least when it frees the first.
-
-    With ``split`` backwards the first weight gradient is put off by as many as the rank's number.
-    """
-    behind = rank if split else 0
-    return first_forwards(ranks, chunks, microbatches, split, rank, chunk, behind)
-
-
 Walk: TypeAlias = Callable[
-    [int, int, int, bool, Floats, Floats, Floats, float, Floats], tuple[Floats, Floats]
+    [Codes, Ints, int, Floats, Floats, Floats, Floats, Floats, Floats], tuple[Floats, Floats]
 ]
 
 
 def walk(  # noqa: C901 - one flat pass, which is compiled
-    ranks: int,
-    chunks: int,
+    codes: Codes,
+    stage_of: Ints,
     microbatches: int,
-    split: bool,
     forward: Floats,
     backward: Floats,
     weight: Floats,
-    hop: float,
+    paired: Floats,
+    hops: Floats,
     saved: Floats,
 ) -> tuple[Floats, Floats]:
     """Per rank, when its last computation ends (s), and the most that its forwards keep (bytes).
 
-    Stage s is chunk s // P on rank s mod P. The order is Megatron-LM's (interleaved) 1F1B
-    (Narayanan et al. 2021, section 2.2; ``schedules.interleaved``), or with ``split`` backwards
-    that of ZB-H1 (Qi et al. 2024, section 2.3; ``schedules.zero_bubble``): rank r puts off its
-    weight gradients by r. Every computation starts as soon as the one before it on its rank is done
-    and its input has arrived, ``hop`` seconds after it was made. A forward's activations are freed
+    ``codes`` are those of `schedules.order_codes`, ``stage_of`` (R, v) the stages of ranks. Every
+    computation starts as soon as the one before it on its rank is done and its input has arrived. A
+    forward and the backward beside it start and end together. A forward's activations are freed
     when the last of its gradients is done.
 
-    ``forward``, ``backward``, ``weight``: (P * v,) seconds of every stage; ``weight`` is the weight
-    gradients' part of the backward. ``saved``: (P * v,) bytes that a forward keeps.
+    ``forward``, ``backward``, ``weight``: (S,) seconds of every stage; ``weight`` is the weight
+    gradients' part of the backward. ``paired``: (R, v) seconds of a chunk's forward together with
+    the backward of the rank's other chunk. ``hops``: (S,) seconds from the stage before each.
+    ``saved``: (S,) bytes that a forward keeps.
     """
-    stages, passes = ranks * chunks, microbatches * chunks
+    ranks, chunks = stage_of.shape
+    stages, steps = ranks * chunks, codes.shape[1]
     forward_end = np.full((stages, microbatches), -1.0)
     backward_end = np.full((stages, microbatches), -1.0)
-    next_f = np.zeros(ranks, dtype=np.int64)
-    next_b = np.zeros(ranks, dtype=np.int64)
-    next_w = np.zeros(ranks, dtype=np.int64)
+    next_f = np.zeros((ranks, chunks), dtype=np.int64)
+    next_b = np.zeros((ranks, chunks), dtype=np.int64)
+    place = np.zeros(ranks, dtype=np.int64)
     clock, kept, most = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
-    left = (3 if split else 2) * passes * ranks
-    while left > 0:
+    moved = True
+    while moved:
+        moved = False
         for rank in range(ranks):
-            ahead, behind = ranks - rank - 1, rank
-            if chunks > 1:
-                ahead = (ahead if split else 2 * ahead) + (chunks - 1) * ranks
-            while True:
-                # Forwards run ``ahead`` of backwards, and weight gradients ``behind`` them.
-                if next_f[rank] < passes and next_f[rank] < ahead:
-                    kind = 0
-                elif split and next_w[rank] < next_b[rank] - behind:
-                    kind = 2
-                elif next_f[rank] < passes and next_f[rank] <= ahead + next_b[rank]:
-                    kind = 0
-                elif next_b[rank] < passes:
-                    kind = 1
-                elif split and next_w[rank] < passes:
-                    kind = 2
+            while place[rank] < steps and codes[rank, place[rank]] >= 0:
+                code = codes[rank, place[rank]]
+                kind, chunk = code // chunks, code % chunks
+                other = 1 - chunk if kind == PAIRED else chunk
+                stage, back = stage_of[rank, chunk], stage_of[rank, other]
+                is_forward = kind in (FORWARD, PAIRED)
+                is_backward = kind in (INPUT, WHOLE, PAIRED)
+                ready = 0.0
+                if is_forward and stage > 0:
+                    ready = forward_end[stage - 1, next_f[rank, chunk]]
+                    if ready < 0:
+                        break
+                    ready += hops[stage]
+                if is_backward:
+                    arrived = forward_end[back, next_b[rank, other]]
+                    if back < stages - 1:
+                        arrived = backward_end[back + 1, next_b[rank, other]]
+                    if arrived < 0:
+                        break
+                    ready = max(ready, arrived + (hops[back + 1] if back < stages - 1 else 0.0))
+                if kind == FORWARD:
+                    seconds = forward[stage]
+                elif kind == PAIRED:
+                    seconds = paired[rank, chunk]
+                elif kind == WEIGHT:
+                    seconds = weight[stage]
                 else:
-                    break
-                turn = next_f[rank] if kind == 0 else next_b[rank] if kind == 1 else next_w[rank]
-                chunk, microbatch = 0, turn
-                if chunks > 1:
-                    group, within = turn // stages, turn % stages
-                    chunk, microbatch = within // ranks, group * ranks + within % ranks
-                    if kind > 0:
-                        chunk = chunks - 1 - chunk
-                stage = chunk * ranks + rank
-                if kind == 0:
-                    ready = 0.0
-                    if stage > 0:
-                        ready = forward_end[stage - 1, microbatch]
-                        if ready < 0:
-                            break
-                        ready += hop
-                    clock[rank] = max(clock[rank], ready) + forward[stage]
-                    forward_end[stage, microbatch] = clock[rank]
-                    next_f[rank] += 1
+                    seconds = backward[stage] - (weight[stage] if kind == INPUT else 0.0)
+                clock[rank] = max(clock[rank], ready) + seconds
+                if is_forward:
+                    forward_end[stage, next_f[rank, chunk]] = clock[rank]
+                    next_f[rank, chunk] += 1
                     kept[rank] += saved[stage]
                     most[rank] = max(most[rank], kept[rank])
-                elif kind == 1:
-                    ready = forward_end[stage, microbatch]
-                    if stage < stages - 1:
-                        ready = backward_end[stage + 1, microbatch]
-                        if ready < 0:
-                            break
-                        ready += hop
-                    own = backward[stage] - (weight[stage] if split else 0.0)
-                    clock[rank] = max(clock[rank], ready) + own
-                    backward_end[stage, microbatch] = clock[rank]
-                    next_b[rank] += 1
-                    if not split:
-                        kept[rank] -= saved[stage]
-                else:
-                    clock[rank] += weight[stage]
-                    next_w[rank] += 1
-                    kept[rank] -= saved[stage]
-                left -= 1
+                if is_backward:
+                    backward_end[back, next_b[rank, other]] = clock[rank]
+                    next_b[rank, other] += 1
+                if kind in (WEIGHT, WHOLE, PAIRED):
+                    kept[rank] -= saved[back]
+                place[rank] += 1 + (kind == PAIRED)
+                moved = True
     return clock, most

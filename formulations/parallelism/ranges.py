@@ -100,6 +100,7 @@ def features(problem: TrainingProblem, layout: Layout) -> tuple[Feature, ...]:
         "context parallelism": layout.context > 1,
         "experts between servers": _leaves_server(problem, ((1, layout.expert),)),
         "activation offload": layout.offload_blocks > 0,
+        "schedules in a V": layout.form.in_v,
     }
     return tuple(feature for feature, is_one in has.items() if is_one)
 

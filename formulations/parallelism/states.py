@@ -75,7 +75,7 @@ def _summed(each: Sequence[tuple[float, float]], number: Sequence[int]) -> Param
 
 def groups(layout: Layout) -> tuple[int, int]:
     """Ranks with equal shared parameters, and with equal experts."""
-    shared = layout.context * layout.data
+    shared = layout.context * layout.data * layout.form.copies
     return shared, layout.tensor * shared // layout.expert
 
 
@@ -183,8 +183,8 @@ def _gather(problem: TrainingProblem, layout: Layout, of: Parameters, bytes_each
 
 
 def tied_seconds(problem: TrainingProblem, layout: Layout, head: LayerShare) -> float:
-    """The sum of a tied table's gradients, which first and last stage both have."""
-    if layout.pipeline == 1 or not problem.charges("data exchange"):
+    """The sum of a tied table's gradients, which ranks with the first and the last stage have."""
+    if layout.pipeline == 1 or layout.form.in_v or not problem.charges("data exchange"):
         return 0.0
     moved = head.trained_tied_parameters * problem.precision.gradient_bytes
     if not moved:

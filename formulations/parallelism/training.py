@@ -7,6 +7,7 @@ from typing import ClassVar
 from pydantic import ConfigDict
 
 from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.parallelism.schedules import require_microbatches
 from stagewright.formulations.prices.computing import MIXED, Precision, Price, Processor
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
@@ -197,11 +198,7 @@ def require_layout(problem: TrainingProblem, layout: Layout) -> None:
     layout.recomputed_of_stages(problem.architecture.layers)
     microbatches = layout.microbatches(problem.batch)
     require_count(microbatches, "the number of microbatches", MAX_MICROBATCHES)
-    if layout.chunks > 1 and microbatches % layout.pipeline:
-        raise InputError(
-            f"{layout.chunks} chunks per rank need a multiple of {layout.pipeline} microbatches "
-            f"(the pipeline), there are {microbatches}"
-        )
+    require_microbatches(layout.schedule, layout.pipeline, layout.chunks, microbatches)
     for one in modules_of(layout.recompute):
         _require_module(problem, one)
     if layout.offload_blocks:

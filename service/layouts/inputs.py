@@ -12,8 +12,8 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field
 
 from stagewright.formulations.parallelism.goodput import Failures
-from stagewright.formulations.parallelism.layout import Schedule
 from stagewright.formulations.parallelism.ranges import unmeasured
+from stagewright.formulations.parallelism.schedules import USUAL, Schedule
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.prices.computing import PrecisionName
 from stagewright.graphs.documents.errors import InputError
@@ -316,8 +316,8 @@ class DegreeInputs(Request):
     schedule: Annotated[
         tuple[Schedule, ...],
         Option(form="NAME,NAME", of_text=_words, default="1f1b,zero-bubble"),
-    ] = ("1f1b", "zero-bubble")
-    """Schedules to consider."""
+    ] = USUAL
+    """Schedules to consider: 1f1b, zero-bubble (ZB-H1), zb-h2, zbv, dualpipe, dualpipev."""
     zero: Annotated[
         tuple[Annotated[int, Field(ge=0)], ...], Option(of_text=_numbers, default="0,1,2,3")
     ] = (0, 1, 2, 3)

@@ -25,6 +25,7 @@ from stagewright.formulations.parallelism.ranges import (
     unknown_prices,
     unmeasured_work,
 )
+from stagewright.formulations.parallelism.schedules import FORMS
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.errors import InputError
@@ -133,7 +134,8 @@ def find_layouts(
     first_seconds = None if best is None else best.seconds
     on_progress(Progress(monotonic() - began, first_seconds, bound.seconds))
     refined, refined_bound = None, None
-    if request.by_stage and not is_stopped(deadline):
+    has_plain = any(not FORMS[one].in_v for one in request.searched.schedules)
+    if request.by_stage and has_plain and not is_stopped(deadline):
         refined = refined_layouts(
             problem,
             request.searched,
@@ -334,8 +336,10 @@ def plan_class(request: LayoutRequest) -> str:
     if request.prefer == "surest":
         for_whom += f" whose prices {request.problem.rates.name} knows,"
     space = request.searched
+    in_v = any(FORMS[one].in_v for one in space.schedules)
     return (
         f"layouts of {request.problem.fabric.devices} devices{for_whom} with {space}; "
-        f"schedules {', '.join(space.schedules)}, plain or interleaved; equal stages but "
+        f"schedules {', '.join(space.schedules)}, plain{',' if in_v else ' or'} interleaved"
+        f"{' or in a V' if in_v else ''}; equal stages but "
         "for the first and last, whole microbatches, the same choices on all ranks"
     )

@@ -23,8 +23,9 @@ from math import inf
 
 import numpy as np
 
-from stagewright.formulations.parallelism.layout import Layout, Schedule
-from stagewright.formulations.parallelism.pipeline_time import RankMemory, StageCosts, kept_forwards
+from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.parallelism.pipeline_time import RankMemory, StageCosts
+from stagewright.formulations.parallelism.schedules import FORMS, Schedule, kept_forwards
 from stagewright.formulations.parallelism.states import held, update_seconds
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
@@ -64,8 +65,11 @@ class _Pipelines:
     def allowed(self, samples: int, schedule: Schedule) -> Bools:
         """The rules that do not follow from the choice of the values."""
         left, batch = self.family.left, self.family.problem.batch
-        _, _, found = replicas(self.ranks, 1, left, batch, samples, schedule)
-        return found & self.family.can_divide_experts(self.data)
+        copies = FORMS[schedule].copies
+        data, _, found = replicas(self.ranks // copies, 1, left, batch, samples, schedule)
+        if copies > 1:
+            found = found & (self.ranks % copies == 0) & (self.ranks >= 2 * copies)
+        return found & self.family.can_divide_experts(data, schedule)
 
     @cached_property
     def alone(self) -> Bools:
@@ -105,17 +109,25 @@ class AnyDivision:
 
     def interleaved(self) -> float:
         """A bound on pipelines with several stages on a rank; infinite if the space has none."""
-        if self.space.chunks == 1:
-            return inf
+        several = [one for one in self.space.schedules if self._has_several(one)]
         least = inf
         for bounds in self._families:
             for samples in chosen(self.space.microbatch, self.problem.batch):
-                for schedule in self.space.schedules:
+                for schedule in several:
                     allowed = bounds.allowed(samples, schedule)
                     if allowed.any():
                         busy = self._busy(bounds, samples, schedule)[allowed]
                         least = min(least, float(busy.min()))
         return least
+
+    def _has_several(self, schedule: Schedule) -> bool:
+        form = FORMS[schedule]
+        return form.copies > 1 or (form.chunks != 1 and self.space.chunks > 1)
+
+    @property
+    def _plain(self) -> list[Schedule]:
+        """The schedules with one stage on a rank."""
+        return [one for one in self.space.schedules if not FORMS[one].in_v]
 
     def _busy(self, bounds: _Pipelines, samples: int, schedule: Schedule) -> Floats:
         """Seconds that a mean rank computes, for every number of stages."""
@@ -142,7 +154,7 @@ class AnyDivision:
         """Bounds without the blocks that must be recomputed."""
         for bounds in self._families:
             for samples in chosen(self.space.microbatch, self.problem.batch):
-                for schedule in self.space.schedules:
+                for schedule in self._plain:
                     allowed = bounds.allowed(samples, schedule)
                     allowed &= self._busy(bounds, samples, schedule) < below
                     if not allowed.any():
@@ -206,8 +218,8 @@ class AnyDivision:
         whole = samples * min(saved(one, "none") for one in kinds)
         least = samples * min(saved(one, kind) for one in kinds for kind in self._repeats)
         ranks = np.arange(layout.pipeline)
-        m, split = layout.microbatches(self.problem.batch), layout.schedule == "zero-bubble"
-        kept = kept_forwards(layout.pipeline, 1, m, split, ranks, np.zeros_like(ranks))
+        m = layout.microbatches(self.problem.batch)
+        kept = kept_forwards(layout.schedule, layout.pipeline, 1, m, ranks, np.zeros_like(ranks))
         room = self.problem.fabric.memory_bytes - self.problem.reserve_bytes
         blocks = self.problem.architecture.layers
         if (room // (state + kept * least)).sum() < blocks:

@@ -11,7 +11,8 @@ from functools import cached_property
 
 import numpy as np
 
-from stagewright.formulations.parallelism.layout import Layout, Schedule
+from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.parallelism.schedules import FORMS, Schedule
 from stagewright.formulations.parallelism.states import state_rule
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.models.modules import OFFLOAD
@@ -41,7 +42,7 @@ class Bounds:
     @cached_property
     def allowed(self) -> Bools:
         """Divisions in which the experts can be divided evenly."""
-        return self.family.can_divide_experts(self.sized.data)
+        return self.family.can_divide_experts(self.sized.data, self.sized.schedule)
 
     # Memory.
 
@@ -123,7 +124,7 @@ class Bounds:
     @cached_property
     def rates(self) -> Floats:
         """(4, ranks) start and rate of gathering shared and experts' parameters, at the least."""
-        found: Floats = self.family.rates(self.table.pipeline)[2:, self.of]
+        found: Floats = self.family.rates(self.table.pipeline, self.sized.schedule)[2:, self.of]
         return found
 
     @cached_property
@@ -134,7 +135,7 @@ class Bounds:
 
     def hop_seconds(self, pipelines: Ints) -> Floats:
         """Seconds from a rank to the next, for pipelines of so many ranks."""
-        start, per_byte = self.family.rates(pipelines)[:2]
+        start, per_byte = self.family.rates(pipelines, self.sized.schedule)[:2]
         width = self.family.shares.sent / self.family.split.tensor
         moved = self.sized.samples * width * self.problem.precision.activation_bytes
         found: Floats = start + per_byte * moved
@@ -172,8 +173,9 @@ class Choice:
 
     @cached_property
     def longest(self) -> SplitLayerWork:
-        """The longest times of the layers."""
-        return self.bounds.family.work(self.samples, self.recompute, self.schedule)
+        """The longest times of the layers, which show all of their exchange."""
+        shown: Schedule = "zero-bubble" if FORMS[self.schedule].is_split else "1f1b"
+        return self.bounds.family.work(self.samples, self.recompute, shown)
 
     @cached_property
     def filled(self) -> tuple[Floats, Floats]:
@@ -218,8 +220,11 @@ class Choice:
         return found
 
     def _waiting(self, keeping: Keeping, again: Floats | None) -> Floats | None:
-        """Seconds of every entry that recomputation and ZeRO's exchanges add to a microbatch."""
-        if keeping.zero < 2:
+        """Seconds of every entry that recomputation and ZeRO's exchanges add to a microbatch.
+
+        What pairs hide is not known by stage, and so not what ZeRO's exchanges add to the rest.
+        """
+        if keeping.zero < 2 or FORMS[self.schedule].pairs:
             return again
         table, problem = self.bounds.table, self.bounds.problem
         repeated = 0.0 if again is None else again
@@ -293,14 +298,15 @@ class Choice:
         """The layout of a division."""
         table, split = self.bounds.table, self.bounds.family.split
         ends = int(table.first[division]), int(table.last[division])
+        copies = FORMS[self.schedule].copies
         return Layout(
-            pipeline=int(table.pipeline[division]),
+            pipeline=int(table.pipeline[division]) * copies,
             tensor=split.tensor,
             context=split.context,
-            data=int(self.bounds.sized.data[division]),
+            data=int(self.bounds.sized.data[division]) // copies,
             expert=split.expert,
             microbatch=self.samples,
-            chunks=int(table.chunks[division]),
+            chunks=int(table.chunks[division]) // copies,
             schedule=self.schedule,
             recompute=self.recompute,
             sequence_parallel=split.sequence_parallel,

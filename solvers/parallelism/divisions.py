@@ -5,17 +5,23 @@ divisions are nearly even: as many blocks in all stages, or k + 1 in the stages 
 at most as many in the ends, for k = floor(L / S); if there are none, one with k between the ends
 and ends that are alike. Two stages are always nearly even. There are up to L^2 divisions for every
 number of ranks, and few are nearly even; the search looks at the others by groups with one number
-of blocks between the ends.
+of blocks between the ends. Of a schedule with two copies of every stage, the ranks are those of one
+copy, and every copy counts as a replica.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
 
-from stagewright.formulations.parallelism.layout import Schedule
-from stagewright.formulations.parallelism.pipeline_time import first_forwards, kept_forwards
+from stagewright.formulations.parallelism.schedules import (
+    FORMS,
+    Schedule,
+    first_forwards,
+    kept_forwards,
+)
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.documents.units import MAX_MICROBATCHES
 
@@ -27,6 +33,7 @@ class DivisionGroups:
     """Arrays by group: its ranks, chunks, and the blocks of every stage but the first and last."""
 
     layers: int
+    in_v: bool
     pipeline: Ints
     chunks: Ints
     middle: Ints
@@ -59,6 +66,7 @@ class DivisionGroups:
         first = np.where(self.stages[of] == 1, self.layers, first)
         return DivisionTable(
             layers=self.layers,
+            in_v=self.in_v,
             pipeline=self.pipeline[of],
             chunks=self.chunks[of],
             first=first,
@@ -67,16 +75,17 @@ class DivisionGroups:
         )
 
 
-def groups(layers: int, pipelines: list[int], most_chunks: int) -> DivisionGroups:
-    """All pipelines with one of the numbers of ranks and at most ``most_chunks`` chunks."""
+def groups(
+    layers: int, pipelines: Iterable[int], chunks: Callable[[int], Iterable[int]], *, in_v: bool
+) -> DivisionGroups:
+    """All pipelines with one of the numbers of ranks, and of the ``chunks`` for that."""
     found = [
-        (pipeline, chunks, middle)
+        (pipeline, each, middle)
         for pipeline in pipelines
-        for chunks in range(1, 1 + (most_chunks if pipeline > 1 else 1))
-        for middle in _middles(layers, pipeline * chunks)
+        for each in chunks(pipeline)
+        for middle in _middles(layers, pipeline * each)
     ]
-    pipeline, chunks, middle = np.array(found, dtype=np.int64).reshape(-1, 3).T
-    return DivisionGroups(layers, pipeline, chunks, middle)
+    return DivisionGroups(layers, in_v, *np.array(found, dtype=np.int64).reshape(-1, 3).T)
 
 
 def _middles(layers: int, stages: int) -> range:
@@ -92,9 +101,11 @@ class DivisionTable:
     single stage is the first. Other arrays have an entry per chunk of every rank, rank by rank.
     ``starts`` and ``stops`` are positions in the model's layers (0 is the embedding, the last the
     head), ``blocks`` those of the stage; these, ``rank_of`` and ``chunk_of`` belong to the entries.
+    Stages are placed in a loop, or ``in_v``.
     """
 
     layers: int
+    in_v: bool
     pipeline: Ints
     chunks: Ints
     first: Ints
@@ -190,6 +201,9 @@ class DivisionTable:
     @cached_property
     def _stage(self) -> Ints:
         """The stage of every entry."""
+        if self.in_v:
+            of = self.division_of_entry
+            return np.where(self.chunk_of == 0, self.rank_of, self.stages[of] - 1 - self.rank_of)
         found: Ints = self.chunk_of * self.pipeline[self.division_of_entry] + self.rank_of
         return found
 
@@ -257,20 +271,19 @@ class DivisionTable:
 class Sized:
     """The divisions that a microbatch of ``samples`` and a schedule allow.
 
-    ``data`` and ``microbatches`` are the replicas of every division, and the microbatches of each;
-    with ``split`` weight gradients are put off.
+    ``data`` and ``microbatches`` are the replicas of every division, and the microbatches of each.
     """
 
     table: DivisionTable
     samples: int
     data: Ints
     microbatches: Ints
-    split: bool
+    schedule: Schedule
 
     @cached_property
     def flying(self) -> Floats:
-        """The samples that every entry keeps; see ``pipeline_time.kept_forwards``."""
-        return self.samples * kept_forwards(*self._sizes).astype(np.float64)
+        """The samples that every entry keeps; see ``schedules.kept_forwards``."""
+        return self.samples * kept_forwards(self.schedule, *self._sizes).astype(np.float64)
 
     @cached_property
     def flying_with_blocks(self) -> Floats:
@@ -284,8 +297,8 @@ class Sized:
 
     @cached_property
     def first_forwards(self) -> Floats:
-        """Per entry, the forwards before the first backward; see ``pipeline_time``."""
-        return first_forwards(*self._sizes).astype(np.float64)
+        """Per entry, the forwards before the first backward; see ``schedules``."""
+        return first_forwards(self.schedule, *self._sizes).astype(np.float64)
 
     @cached_property
     def of_rank(self) -> Ints:
@@ -294,11 +307,11 @@ class Sized:
         return found
 
     @property
-    def _sizes(self) -> tuple[Ints, Ints, Ints, bool, Ints, Ints]:
+    def _sizes(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
         table, of = self.table, self.table.division_of_entry
         sizes = (each[of] for each in (table.pipeline, table.chunks, self.microbatches))
         p, v, m = sizes
-        return p, v, m, self.split, table.rank_of, table.chunk_of
+        return p, v, m, table.rank_of, table.chunk_of
 
 
 def sized(
@@ -306,28 +319,30 @@ def sized(
 ) -> Sized | None:
     """The divisions of ``left`` ranks that the rules on microbatches allow; None if there are none.
 
-    A replica has a whole number of microbatches, with chunks a multiple of its pipeline's ranks.
+    A replica has a whole number of microbatches.
     """
     data, m, kept = replicas(table.pipeline, table.chunks, left, batch, samples, schedule)
     if not kept.any():
         return None
-    return Sized(table.only(kept), samples, data[kept], m[kept], schedule == "zero-bubble")
+    return Sized(table.only(kept), samples, data[kept], m[kept], schedule)
 
 
 def replicas(
     pipeline: Ints, chunks: Ints | int, left: int, batch: int, samples: int, schedule: Schedule
 ) -> tuple[Ints, Ints, Bools]:
     """Replicas, microbatches of each, and whether the rules on microbatches allow them."""
-    data = left // pipeline
+    form, data = FORMS[schedule], left // pipeline
     m = batch // (samples * data)
     whole = batch % (samples * data) == 0
-    in_groups = np.equal(chunks, 1) | (m % pipeline == 0)
-    bubbles = (pipeline > 1) | (schedule == "1f1b")
-    return data, m, whole & (m > 0) & (m <= MAX_MICROBATCHES) & in_groups & bubbles
+    by_schedule = np.equal(chunks, 1) | (m % pipeline == 0)
+    if form.in_v:
+        by_schedule = m >= 2 * pipeline * form.pairs
+    ranks = (pipeline > 1) | (schedule == "1f1b")
+    return data, m, whole & (m > 0) & (m <= MAX_MICROBATCHES // form.copies) & by_schedule & ranks
 
 
 def _only(of: _Divided, kept: Bools | Ints) -> _Divided:
-    names = (one.name for one in fields(of) if one.name != "layers")
+    names = (one.name for one in fields(of) if one.name not in ("layers", "in_v"))
     return replace(of, **{name: getattr(of, name)[kept] for name in names})
 
 

@@ -7,8 +7,9 @@ from functools import cached_property
 import numpy as np
 
 from stagewright.formulations.parallelism.layer_times import share_time
-from stagewright.formulations.parallelism.layout import Layout, Schedule
+from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.parts import shares
+from stagewright.formulations.parallelism.schedules import FORMS, Schedule
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.prices.collectives import gather_seconds, pace
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
@@ -53,7 +54,7 @@ class LayerFamily:
         self.left = problem.fabric.devices // self.replica
         self._works: dict[tuple[int, Recompute, Schedule], SplitLayerWork] = {}
         self._saved: dict[Recompute, Floats] = {}
-        self._rates_of: dict[int, tuple[float, ...]] = {}
+        self._rates_of: dict[tuple[int, Schedule], tuple[float, ...]] = {}
 
     @cached_property
     def every(self) -> tuple[LayerShare, ...]:
@@ -74,17 +75,35 @@ class LayerFamily:
     def work(
         self, samples: int, recompute: Recompute, schedule: Schedule = "1f1b"
     ) -> SplitLayerWork:
-        """The times of all layers; with 1F1B they are shortest."""
+        """The times of all layers, each with the least that the schedule shows of its exchange.
+
+        Of schedules without pairs they are shortest with 1F1B.
+        """
         key = samples, recompute, schedule
         if key not in self._works:
-            off = schedule == "zero-bubble"
+            off, hides = FORMS[schedule].is_split, FORMS[schedule].pairs
             times = [
                 share_time(self.problem, one, self.split, samples, recompute, off)
                 for one in self.every
             ]
-            rows = [(one.forward + one.backward, one.forward, one.weight) for one in times]
+            rows = [
+                (
+                    one.forward + one.backward - 2 * hides * one.dispatched,
+                    one.forward - hides * one.dispatched,
+                    one.weight,
+                )
+                for one in times
+            ]
             self._works[key] = SplitLayerWork(*np.array(rows).T[:, self._places])
         return self._works[key]
+
+    def least_work(
+        self, samples: int, recompute: Recompute, schedules: Iterable[Schedule]
+    ) -> float:
+        """The least seconds of all layers: with whole backwards, but for what pairs hide."""
+        pairs: list[Schedule] = [one for one in schedules if FORMS[one].pairs]
+        every = (self.work(samples, recompute, one) for one in ("1f1b", *pairs[:1]))
+        return min(float(one.total.sum()) for one in every)
 
     def frontier(
         self, samples: int, sets: Iterable[Recompute], schedules: Iterable[Schedule]
@@ -113,7 +132,7 @@ class LayerFamily:
         self, samples: int, schedule: Schedule, kinds: Sequence[Recompute] = ("full",)
     ) -> float:
         """The least seconds by which recomputation of these kinds makes a backward longer."""
-        off = schedule == "zero-bubble"
+        off = FORMS[schedule].is_split
         return min(
             share_time(self.problem, one, self.split, samples, kind, off).backward
             - share_time(self.problem, one, self.split, samples, "none", off).backward
@@ -121,9 +140,10 @@ class LayerFamily:
             for kind in kinds
         )
 
-    def can_divide_experts(self, data: Ints) -> Bools:
-        """Whether so many replicas divide the experts evenly."""
-        found: Bools = self.replica * data % self.split.expert == 0
+    def can_divide_experts(self, data: Ints, schedule: Schedule) -> Bools:
+        """Whether so many replicas, copies among them, divide the experts evenly."""
+        ranks = self.replica * data // FORMS[schedule].copies
+        found: Bools = ranks % self.split.expert == 0
         return found
 
     def are_alone(self, data: Ints) -> Bools:
@@ -165,26 +185,27 @@ class LayerFamily:
         saved = self.problem.processor.saved_bytes
         return max(saved(one, "none") - saved(one, "full") for one in self.shares.kinds)
 
-    def rates(self, pipelines: Ints) -> Floats:
+    def rates(self, pipelines: Ints, schedule: Schedule = "1f1b") -> Floats:
         """(6, pipelines) start and time per byte, for the placement where each is least.
 
         Of a hop to the next stage, and of gathering shared and experts' parameters.
         """
         distinct, place = np.unique(pipelines, return_inverse=True)
+        kind: Schedule = schedule if FORMS[schedule].copies > 1 else "1f1b"  # all others are alike
         for one in distinct.tolist():
-            if one not in self._rates_of:
-                self._rates_of[one] = self._rates(one, self.left // one)
-        found: Floats = np.array([self._rates_of[one] for one in distinct.tolist()])[place].T
+            if (one, kind) not in self._rates_of:
+                self._rates_of[one, kind] = self._rates(one, kind)
+        found: Floats = np.array([self._rates_of[one, kind] for one in distinct.tolist()])[place].T
         return found
 
-    def _rates(self, pipeline: int, data: int) -> tuple[float, ...]:
+    def _rates(self, pipeline: int, schedule: Schedule) -> tuple[float, ...]:
         each = [
             (
                 *self._hop_rate(one.pipeline_group),
                 *self._gather_rate(one.data_group),
                 *self._gather_rate(one.expert_group),
             )
-            for one in self._placed(pipeline, data)
+            for one in self._placed(pipeline * FORMS[schedule].copies, schedule)
         ]
         return tuple(min(column) for column in zip(*each, strict=True))
 
@@ -204,15 +225,16 @@ class LayerFamily:
         one, two = gather_seconds(of, size), gather_seconds(of, 2 * size)
         return max(0.0, 2 * one - two), (two - one) / size
 
-    def _placed(self, pipeline: int, data: int) -> list[Layout]:
+    def _placed(self, pipeline: int, schedule: Schedule) -> list[Layout]:
         """The placements that are possible."""
-        split, shared = self.split, self.replica * data
+        split, data = self.split, self.left // pipeline
         one = Layout(
             pipeline=pipeline,
             tensor=split.tensor,
             context=split.context,
             data=data,
-            expert=split.expert if shared % split.expert == 0 else 1,
+            expert=split.expert if self.replica * data % split.expert == 0 else 1,
+            schedule=schedule,
         )
         if self.replica % one.expert:
             return [one]

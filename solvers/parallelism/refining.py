@@ -44,9 +44,15 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_count
 from stagewright.graphs.models.shards import Recompute
 from stagewright.solvers.parallelism.any_division import AnyDivision, Plain
-from stagewright.solvers.parallelism.space import Counts, Space, StageOptions, divided_evenly
+from stagewright.solvers.parallelism.space import (
+    Counts,
+    Space,
+    StageOptions,
+    divided_evenly,
+    simple_first,
+)
 from stagewright.solvers.parallelism.stage_search import BlockDivision, StageSearch
-from stagewright.solvers.parallelism.tree import Part, Tree, compiled_walk, simple_first
+from stagewright.solvers.parallelism.tree import Part, Tree, compiled_walk
 
 Heap = list[tuple[float, int, Part]]
 _MOST_KEPT = 10_000
@@ -264,7 +270,7 @@ class _Refining:
         """Refine the best layouts of the search; each refinement must be faster than its layout."""
         for one in self.found.best:
             layout = one.layout
-            if layout.chunks > 1 or layout.pipeline == 1:
+            if layout.chunks > 1 or layout.pipeline == 1 or layout.form.in_v:
                 continue
             for kind in self._kinds(layout.recompute):
                 self._refine(replace(_base(layout), recompute=kind), one.seconds, one.seconds)

@@ -8,9 +8,17 @@ from typing import Literal, get_args
 import numpy as np
 
 from stagewright.formulations.parallelism.cut import Layers, stage_layers
-from stagewright.formulations.parallelism.layout import Layout, Placement, Schedule
+from stagewright.formulations.parallelism.estimate import Estimate
+from stagewright.formulations.parallelism.layout import Layout, Placement
 from stagewright.formulations.parallelism.parts import Parts, shares
 from stagewright.formulations.parallelism.pipeline_time import StageCosts, Walk
+from stagewright.formulations.parallelism.schedules import (
+    FORMS,
+    USUAL,
+    Schedule,
+    order_codes,
+    stages_of_ranks,
+)
 from stagewright.formulations.parallelism.states import tied_seconds
 from stagewright.formulations.parallelism.training import (
     TrainingProblem,
@@ -59,12 +67,15 @@ class StageOptions:
         self.is_uniform = len(self.shares.kinds) == 1
         self.microbatches = layout.microbatches(problem.batch)
         parts = Parts(problem, divided_evenly(layout, self.blocks))
-        self.hop, self.sending, self.is_split = parts.hop, parts.sending_seconds, parts.is_split
+        self.hop, self.hops, self.paired = parts.hop, parts.hops, parts.paired
+        self.sending = parts.sending_seconds
         self.tied = tied_seconds(problem, layout, self.shares.head)
         # The order is the same whatever the times, and so is what is kept.
-        ones = np.ones(self.stages)
+        self.codes = order_codes(layout.schedule, self.stages, 1, self.microbatches)
+        self.stage_of = stages_of_ranks(self.stages, 1, in_v=False)
+        ones, none = np.ones(self.stages), np.zeros(self.stages)
         self.kept = walk(
-            self.stages, 1, self.microbatches, self.is_split, ones, ones, ones, 0.0, ones
+            self.codes, self.stage_of, self.microbatches, ones, ones, ones, self.paired, none, ones
         )[1]
         self._options: dict[tuple[int, int, int], StageOption | None] = {}
         self._starts: dict[tuple[int, ...], int] = {}
@@ -166,7 +177,7 @@ class Space:
     data: tuple[int, ...] | None = None
     microbatch: tuple[int, ...] | None = None
     chunks: int = 16
-    schedules: tuple[Schedule, ...] = get_args(Schedule)
+    schedules: tuple[Schedule, ...] = USUAL
     recompute: tuple[Recompute, ...] = (*WHOLE, EVERY_SET)
     partial: bool = True
     sequence_parallel: Literal["always", "any", "never"] = "always"
@@ -215,8 +226,22 @@ class Space:
             and problem.architecture.experts is not None
             and (self.expert is None or max(self.expert) > problem.fabric.per_server),
             "activation offload": self.offloads(problem),
+            "schedules in a V": any(FORMS[one].in_v for one in self.schedules),
         }
         return tuple(feature for feature, may in can.items() if may)
+
+    def pipelines(
+        self, left: int, schedule: Schedule
+    ) -> tuple[list[int], Callable[[int], Sequence[int]]]:
+        """Pipeline degrees for ``left`` devices, of one copy, and the chunks that each may have."""
+        form, data = FORMS[schedule], chosen(self.data, left)
+        found = [p for p in chosen(self.pipeline, left) if left // p in data]
+        if form.copies > 1:
+            return [p // form.copies for p in found if p % 2 == 0 and p >= 4], lambda _: (2,)
+        if form.chunks is None:
+            return found, lambda p: range(1, 1 + (self.chunks if p > 1 else 1))
+        only = (form.chunks,) if form.chunks <= self.chunks else ()
+        return [p for p in found if p > 1], lambda _: only
 
     def placements_of(self, layout: Layout) -> tuple[Placement, ...]:
         """The placements that differ for a layout's degrees, and in which its experts can be."""
@@ -325,6 +350,11 @@ def divisors(of: int) -> tuple[int, ...]:
     return tuple(sorted({*low, *(of // one for one in low)}))
 
 
+def plainest(schedule: Schedule) -> Layout:
+    """A layout with the schedule and no other feature."""
+    return Layout(4, chunks=FORMS[schedule].chunks or 1, schedule=schedule)
+
+
 def with_recomputed(layout: Layout, blocks: int, most: int) -> Layout:
     """The layout that recomputes so many blocks of every stage, of which it has ``most``."""
     if blocks == 0:
@@ -337,3 +367,9 @@ def blocks_recomputed(layout: Layout, most: int) -> int:
     if layout.recompute == "none":
         return 0
     return most if layout.recompute_blocks is None else layout.recompute_blocks
+
+
+def simple_first(one: Estimate) -> tuple[float, int, int, str]:
+    """Sort key of layouts: time, then the number of kinds of parallelism."""
+    layout = one.layout
+    return float(f"{one.seconds:.9g}"), layout.context, layout.expert, layout.placement

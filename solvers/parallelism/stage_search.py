@@ -279,8 +279,8 @@ class StageSearch:
         of = self.options
         self.steps += 2 * self.stages * of.microbatches
         finish, _ = self.walk(
-            self.stages, 1, of.microbatches, of.is_split, forward, returned + weight, weight,
-            of.hop, forward,
+            of.codes, of.stage_of, of.microbatches, forward, returned + weight, weight, of.paired,
+            of.hops, forward,
         )  # fmt: skip
         end = np.maximum(finish, of.sending) + reduction
         return float(end.max() + update.max())

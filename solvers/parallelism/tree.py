@@ -10,9 +10,10 @@ from functools import cache, cached_property, partial
 import numpy as np
 
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
-from stagewright.formulations.parallelism.layout import Layout, Schedule
+from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.parts import Parts
 from stagewright.formulations.parallelism.pipeline_time import Walk, walk
+from stagewright.formulations.parallelism.schedules import FORMS, Schedule, ScheduleForm
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Bools, Floats
@@ -33,8 +34,15 @@ from stagewright.solvers.parallelism.divisions import (
     groups,
     sized,
 )
-from stagewright.solvers.parallelism.family import LayerFamily, SplitLayerWork
-from stagewright.solvers.parallelism.space import Space, blocks_recomputed, chosen, with_recomputed
+from stagewright.solvers.parallelism.family import LayerFamily
+from stagewright.solvers.parallelism.space import (
+    Space,
+    blocks_recomputed,
+    chosen,
+    plainest,
+    simple_first,
+    with_recomputed,
+)
 from stagewright.solvers.parallelism.uneven import least_of_ends, least_seconds
 
 _MOST_ENTRIES = 100_000
@@ -79,7 +87,7 @@ class Tree:
         self.examined = 0
         self._last: Parts | None = None
         self.postponed: list[_Child] = []
-        self._tables: dict[int, tuple[DivisionTable, DivisionGroups]] = {}
+        self._tables: dict[tuple[int, ScheduleForm], tuple[DivisionTable, DivisionGroups]] = {}
         self._sizes: dict[tuple[int, int, Schedule], Sized | None] = {}
 
     @property
@@ -97,35 +105,35 @@ class Tree:
         for split in self.space.families(self.problem):
             family = LayerFamily(self.problem, split)
             layer = Layout(1, split.tensor, split.context, family.left, split.expert)
-            if not self.known(layer) or not len(self._divisions(family.left)[0]):
-                continue
-            work = family.work(self.problem.batch, "none")
-            yield self._spread(family, self.problem.batch, work), self._of_split(family)
+            some = any(len(self._divisions(family.left, one)[0]) for one in self.space.schedules)
+            if self.known(layer) and some:
+                yield self._spread(family, self.problem.batch, "none"), self._of_split(family)
 
-    def _divisions(self, left: int) -> tuple[DivisionTable, DivisionGroups]:
+    def _divisions(self, left: int, schedule: Schedule) -> tuple[DivisionTable, DivisionGroups]:
         """The nearly even divisions for the devices that are left beside t and c; all others."""
-        if left not in self._tables:
+        key = left, FORMS[schedule]
+        if key not in self._tables:
             layers = self.problem.architecture.layers
-            data = chosen(self.space.data, left)
-            pipelines = [p for p in chosen(self.space.pipeline, left) if left // p in data]
-            found = groups(layers, pipelines, self.space.chunks)
+            pipelines, chunks = self.space.pipelines(left, schedule)
+            found = groups(layers, pipelines, chunks, in_v=FORMS[schedule].in_v)
             share = layers // found.stages
             few = (found.stages <= 2) | (found.middle == share) | (found.middle == share + 1)
             near = found.only(few).table()
-            self._tables[left] = near.only(near.is_nearly_even), found.only(found.stages > 2)
-        return self._tables[left]
+            self._tables[key] = near.only(near.is_nearly_even), found.only(found.stages > 2)
+        return self._tables[key]
 
     def _sized(self, left: int, samples: int, schedule: Schedule) -> Sized | None:
         key = left, samples, schedule
         if key not in self._sizes:
-            table, _ = self._divisions(left)
+            table, _ = self._divisions(left, schedule)
             self._sizes[key] = sized(table, left, self.problem.batch, samples, schedule)
         return self._sizes[key]
 
-    def _spread(self, family: LayerFamily, samples: int, work: SplitLayerWork) -> float:
+    def _spread(self, family: LayerFamily, samples: int, recompute: Recompute) -> float:
         """All work spread evenly over the ranks: each replica has B / d samples and p ranks."""
         replicas = self.problem.fabric.devices / family.replica
-        return float(work.total.sum()) * self.problem.batch / samples / replicas
+        work = family.least_work(samples, recompute, self.space.schedules)
+        return work * self.problem.batch / samples / replicas
 
     def _of_split(self, family: LayerFamily) -> Part:
         """Step 2: parts by microbatch size and kind of recomputation."""
@@ -135,12 +143,12 @@ class Tree:
                 bounds = {}
                 for schedule in self.space.schedules:
                     of = self._sized(family.left, samples, schedule)
-                    if of is not None:
+                    if of is not None and self.known(plainest(schedule)):
                         bounds[schedule] = Bounds(family, of)
                 for recompute in self._recomputes if bounds else ():
                     # Recomputation of some blocks takes at least as long as that of none.
                     least = "none" if self._is_some(recompute) else recompute
-                    bound = self._spread(family, samples, family.work(samples, least))
+                    bound = self._spread(family, samples, least)
                     choices = [Choice(of, recompute, least, one) for one, of in bounds.items()]
                     yield bound, self._of_work(choices)
 
@@ -180,7 +188,7 @@ class Tree:
         """The divisions that are not nearly even, which are seldom the best, for later."""
         if not self.space.uneven:
             return
-        others = self._divisions(choice.bounds.family.left)[1]
+        others = self._divisions(choice.bounds.family.left, choice.schedule)[1]
         bound = least_seconds(choice, others)
         order = np.argsort(bound, kind="stable")
         self.postponed += self._groups(choice, others.only(order), bound[order])
@@ -264,10 +272,8 @@ class Tree:
         for one in np.unique(pipeline[differs]):
             same = differs & (pipeline == one)
             layout = choice.layout(int(same.argmax()), keeping)
-            placed = (
-                replace(layout, placement=where) for where in self.space.placements_of(layout)
-            )
-            found |= same & any(map(self.known, placed))
+            placed = self.space.placements_of(layout)
+            found |= same & any(self.known(replace(layout, placement=one)) for one in placed)
         return found
 
     def _frontier(self, choice: Choice) -> list[Recompute]:
@@ -392,9 +398,3 @@ class Tree:
         self.folded += rest
         others = [one for one in self.best if one not in same]
         self.best = sorted([first, *others], key=lambda one: one.seconds)[: self.keep]
-
-
-def simple_first(one: Estimate) -> tuple[float, int, int, str]:
-    """Sort key of layouts: time, then the number of kinds of parallelism."""
-    layout = one.layout
-    return float(f"{one.seconds:.9g}"), layout.context, layout.expert, layout.placement

@@ -77,10 +77,16 @@ def least_of_ends(choice: Choice, table: DivisionTable) -> Floats:
     )
     p, w, first, inner = table.pipeline, table.middle, table.first, table.chunks - 1
     before_last = first + (p - 2) * w
-    blocks = total.ends[0] + total.before[first] + inner * total.least(w, first * (inner > 0))
     way = returned.ends[0] + returned.before[before_last]
-    there = returned.ends[1] + returned.before[-1] - returned.before[table.layers - table.last]
-    there = there + inner * returned.least(w, before_last * (inner > 0))
+    if table.in_v:
+        # The first rank has the first and the last stage, the last rank two between them.
+        blocks = sum(total.ends) + total.before[first]
+        blocks = blocks + total.before[-1] - total.before[table.layers - table.last]
+        there = 2 * returned.least(w, before_last)
+    else:
+        blocks = total.ends[0] + total.before[first] + inner * total.least(w, first * (inner > 0))
+        there = returned.ends[1] + returned.before[-1] - returned.before[table.layers - table.last]
+        there = there + inner * returned.least(w, before_last * (inner > 0))
     found = np.maximum(m * blocks, way + m * there) * (1 - ROUNDING)
     return np.where(allowed, found, np.inf)
 
@@ -92,7 +98,7 @@ def _allowed(choice: Choice, of: DivisionGroups | DivisionTable) -> tuple[Ints, 
     data, m, allowed = replicas(
         of.pipeline, of.chunks, family.left, batch, samples, choice.schedule
     )
-    return m, allowed & family.can_divide_experts(data)
+    return m, allowed & family.can_divide_experts(data, choice.schedule)
 
 
 class _Bound:
@@ -101,6 +107,7 @@ class _Bound:
     def __init__(self, choice: Choice, groups: DivisionGroups, m: Ints) -> None:
         work = choice.work
         self.p, self.v, self.w, self.m = groups.pipeline, groups.chunks, groups.middle, m
+        self.in_v = groups.in_v
         self.forward = _BlockSums(work.forward)
         self.returned = _BlockSums(work.total - work.weight)
         self.backward = _BlockSums(work.total - work.weight - work.forward)
@@ -140,6 +147,8 @@ class _Bound:
         )
         busy = self.m * (self.total.without(self._between) + others * self.total.least(self.w))
         found: Floats = np.maximum(there + way + 2 * (self.p - 1) * self.hop, busy) / 2
+        if self.in_v:  # the first rank has both ends
+            return np.maximum(found, self.m * self.total.without(self._between))
         return found
 
     @property

@@ -132,6 +132,7 @@ def test_only_the_stages(parsed):
         (Layout(pipeline=2, data=2, zero=1, microbatch=2), "Schedule1F1B"),
         (Layout(pipeline=2, chunks=3), "ScheduleInterleaved1F1B"),
         (Layout(pipeline=2, schedule="zero-bubble"), "ScheduleInterleavedZeroBubble"),
+        (Layout(pipeline=2, chunks=2, schedule="zbv"), "ScheduleZBVZeroBubble"),
         (Layout(tensor=2, sequence_parallel=True, data=2, zero=3), None),
         (Layout(context=2, data=2, zero=2), None),
         (Layout(data=4, recompute="full"), None),

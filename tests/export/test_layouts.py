@@ -172,6 +172,8 @@ TAKEN = [
     *((to, LLAMA, "p4 t2 d1 b1 zero1 stages4x4") for to in PIPED),
     ("torchtitan", LLAMA, "p4 t1 d2 b1 v2 zero1 zero-bubble"),
     ("torchtitan", LLAMA, "p4 t1 d2 b1 zero0 zero-bubble first1"),
+    ("torchtitan", LLAMA, "p4 t1 d2 b1 v2 zero1 zbv"),
+    ("torchtitan", LLAMA, "p2 t1 d4 b1 v2 zero1 dualpipev"),
     ("accelerate", LLAMA, "p1 t2 c2 d2 b1 zero3"),
     ("accelerate", LLAMA, "p1 t4 d1 b1 zero0"),
     ("torchtitan", LLAMA, "p1 t2 c2 d2 b1 zero3 sp"),
@@ -504,6 +506,12 @@ REFUSED = [
     *refused(TITAN, LLAMA, "p2 d4 zero1 zero-bubble full", "full recomputation with zero bubbles"),
     *refused(
         TITAN, LLAMA, "p4 d2 zero1 zero-bubble", "9 microbatches.*a multiple of 4", microbatches=9
+    ),
+    *refused(CORE, LLAMA, "p2 d4 v2 zero1 zbv", "the schedule zbv.*choose 1f1b"),
+    *refused(TITAN, LLAMA, "p4 d2 zero1 dualpipe", "the schedule dualpipe: .*dualpipev"),
+    *refused(TITAN, LLAMA, "p2 d4 zero1 zb-h2", "the schedule zb-h2: .*choose zero-bubble"),
+    *refused(
+        TITAN, DEEPSEEK, "p2 d4 e2 v2 zero1 dualpipev", "expert degree 2: .*one after the other"
     ),
     *refused(HF[:-1], LLAMA, "p2 d4", "a pipeline of 2: .*no pipeline.*pipeline 1.*; megatron or"),
     *refused(HF, LLAMA, "t2 d4 zero2 sp", "sequence parallelism over the tensor ranks"),

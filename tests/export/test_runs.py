@@ -9,6 +9,7 @@ from stagewright.executor.export.runs import read_run
 from stagewright.executor.export.runs.megatron import read_megatron
 from stagewright.executor.export.runs.shell import read_script
 from stagewright.executor.export.runs.torchtitan import read_torchtitan
+from stagewright.formulations.parallelism.layout import parse_layout
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.hf_config import parse_hf_config, read_hf_config
 
@@ -147,6 +148,11 @@ def test_a_toml_file_of_torchtitan(tmp_path: Path) -> None:
         "shard_degree = 1\npipeline_parallel_degree = 2\ndata_parallel_replicate_degree = 4",
     )
     assert str(read_torchtitan(piped, "a.toml").layout) == "p2 t4 d4 b1 selective sp"
+    parts = [["layers.0", "layers.1"], ["layers.2"], ["layers.3"], ["layers.4"]]
+    in_v = f'pipeline_parallel_schedule = "ZBVZeroBubble"\nmodule_fqns_per_model_part = {parts}'
+    in_v = piped.replace("pipeline_parallel_degree = 2", f"pipeline_parallel_degree = 2\n{in_v}")
+    words = "p2 t4 d4 b1 v2 first2 selective sp zbv"
+    assert read_torchtitan(in_v, "a.toml").layout == parse_layout(words)
     (tmp_path / "params.json").write_text(json.dumps(PARAMS))
     assert read_hf_config(tmp_path) == run.architecture
     (tmp_path / "run.toml").write_text(TOML.replace('"8B"', '"9B"'))

@@ -158,7 +158,8 @@ def features_of(problem: TrainingProblem, layout: Layout) -> set[str]:
         outer = rank // layout.tensor // layout.context
         inside = layout.placement == "data-inside"
         stage = outer // layout.data if inside else outer % layout.pipeline
-        copies[rank % layout.tensor, stage].add(rank // per_server)
+        held = min(stage, layout.pipeline - 1 - stage) if layout.schedule == "dualpipe" else stage
+        copies[rank % layout.tensor, held].add(rank // per_server)
         experts[rank // layout.expert].add(rank // per_server)
     if layout.zero >= 2 and max(map(len, copies.values())) > 1:
         found.add("ZeRO 2-3 between servers")
@@ -194,7 +195,8 @@ def wrong_refined(case: Case, memory: float) -> Iterator[str]:
     for one in fitting:
         if one.seconds * EXACT < answer.bound_seconds:
             yield f"any pipeline {answer.bound_seconds}: {said(one)}"
-    plain = fewest((one for one in case.every if one.layout.chunks == 1), memory)
+    alone = (one for one in case.every if one.layout.chunks == 1 and not one.layout.form.in_v)
+    plain = fewest(alone, memory)
     for one in plain:
         if one.seconds * EXACT < answer.plain_bound_seconds:
             yield f"plain pipelines {answer.plain_bound_seconds}: {said(one)}"

@@ -88,12 +88,12 @@ def fused(problem: TrainingProblem) -> TrainingProblem:
 def test_a_better_machine_makes_no_layout_slower(better, problem, chance) -> None:
     """The best of them are then no slower either.
 
-    With several chunks a rank's exchange of gradients runs beside its last backward of each: where
-    these are shorter, more of it may be seen than the pipeline gains. So it is where a rank waits
-    for its sends.
+    A rank's exchange of gradients runs beside the last backward of each of its stages: where there
+    are several, and they are shorter, more of it may be seen than the pipeline gains. So it is
+    where a rank waits for its sends.
     """
     for layout in random_layouts(problem, chance, 8):
-        if layout.chunks > 1 and better is not faster_links:
+        if layout.stages > layout.positions and better is not faster_links:
             continue
         before, after = evaluate(problem, layout), evaluate(better(problem), layout)
         if after.seconds > before.seconds * (1 + 1e-12):

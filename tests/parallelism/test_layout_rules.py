@@ -71,6 +71,10 @@ def test_rules(layout: str, message: str | None) -> None:
         ("sp", "sequence parallelism needs a tensor degree of at least 2"),
         ("e3 d4", "expert degree 3 does not divide the 4 ranks"),
         ("zero-bubble", "the schedule zero-bubble needs a pipeline of at least 2 ranks"),
+        ("p2 zbv", "the schedule zbv has 2 chunks on every rank \\(v2\\), got 1"),
+        ("p2 v2 zb-h2", "the schedule zb-h2 has 1 chunk on every rank, got 2"),
+        ("p6 v2 dualpipe", "the schedule dualpipe has 1 chunk on every rank, got 2"),
+        ("p5 dualpipe", "the schedule dualpipe needs an even pipeline of at least 4 ranks, got 5"),
         (
             "blocks2",
             "recompute_blocks must be at least 1 and needs recompute full, got 2 with none",

@@ -4,6 +4,7 @@ import pytest
 from model_sizes import active_parameters, total_parameters
 
 from benchmarks.layout_experts import (
+    AS_PRINTED,
     BATCH,
     GPUS,
     LAYOUTS,
@@ -17,10 +18,12 @@ from benchmarks.layout_experts import (
     flops_per_token,
     predicted,
     printed_flops_per_token,
+    problem,
 )
 from benchmarks.layout_simumax import case_named, seconds
 from benchmarks.layout_simumax_search import has_short_end, with_short_end
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
+from stagewright.formulations.parallelism.ranges import ranges
 from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.graphs.machines.rates import rates_of
 
@@ -48,9 +51,22 @@ def test_the_printed_step_agrees_with_itself() -> None:
     assert each == pytest.approx(SECONDS, rel=0.005)
 
 
+def test_what_dualpipe_hides() -> None:
+    """The step as printed is a fifth too fast: 20 of 132 multiprocessors send, which is not priced.
+
+    The exchanges with experts that pairs hide are most of what 1F1B waits for, and the rank fits.
+    """
+    found, plain = predicted(AS_PRINTED), predicted(LAYOUTS[0])
+    assert found.fits
+    assert ranges(problem(), found).seconds_high > SECONDS
+    assert found.exchange_seconds < plain.exchange_seconds / 2
+    computed = found.compute_seconds + found.repeated_seconds
+    assert found.seconds < SECONDS < 1.15 * (found.seconds + computed * (132 / 112 - 1))
+
+
 def test_the_measured_step_is_in_the_range() -> None:
-    """Of H800, which are of the H100's family; the best of the printed layouts."""
-    least = min(predicted(layout).seconds for layout in LAYOUTS)
+    """Of H800, which are of the H100's family; the best of the printed layouts in a line."""
+    least = min(predicted(layout).seconds for layout in LAYOUTS if not layout.form.in_v)
     spread = rates_of("h800").experts
     assert least * spread.low < SECONDS < least * spread.high
 

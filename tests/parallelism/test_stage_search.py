@@ -69,8 +69,7 @@ def peaks(problem: TrainingProblem, plain: Plain) -> Iterator[float]:
         + once["decoder"] * any(share.kept_once[0] == "decoder" for share, _ in stage)
         for stage in plain.stages
     ]
-    sizes = (layout.pipeline, 1, plain.microbatches)
-    activations = kept_by_order(sizes, saved, plain.put_off)
+    activations = kept_by_order(plain.order, saved)
     for stage, flying in zip(plain.stages, activations, strict=True):
         each = [one.parameters + one.tied_parameters for one, _ in stage]
         parameters, largest = sum(each), max(each)

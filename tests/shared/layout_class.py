@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations_with_replacement, islice, pairwise, product
 from random import Random
+from typing import get_args
 
 from own_rates import PRECISIONS, drawn_rates
 
 from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.parallelism.schedules import Schedule
 from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.fabric import Fabric, Level
@@ -85,10 +87,13 @@ def undivided(problem: TrainingProblem, space: Space) -> Iterator[Layout]:
                 space.schedules,
                 space.recompute,
                 sequence_parallel(problem, space, LayerSplit(t, c, e)),
-                space.zero if most_copies(problem, t, c, d, e) > 1 else (0,),
+                space.zero,
                 space.offload,
                 space.placements if p > 1 and d > 1 else ("data-inside",),
             ):
+                copies = most_copies(problem, t, c, d, e) * (2 if s == "dualpipe" else 1)
+                if copies == 1 and zero != min(space.zero):
+                    continue
                 try:
                     yield Layout(p, t, c, d, e, b, v, s, kind, None, sp, zero, offload, place)
                 except InputError:
@@ -298,6 +303,12 @@ def with_some_frozen(architecture: Architecture, chance: Random) -> Architecture
         return architecture
 
 
+SCHEDULES = (
+    ("1f1b",), ("1f1b", "zero-bubble"), ("zero-bubble",), ("zb-h2",), ("zbv",), ("dualpipev",),
+    ("dualpipe",), ("1f1b", "dualpipe", "dualpipev"), get_args(Schedule),
+)  # fmt: skip
+
+
 def random_space(chance: Random, problem: TrainingProblem) -> Space:
     """All values of a dimension, or some."""
     kinds = ("none", "full"), ("none", "selective", "full"), ("none",), ("full",)
@@ -311,7 +322,7 @@ def random_space(chance: Random, problem: TrainingProblem) -> Space:
         **degrees,
         microbatch=chance.choice((None, (1,), (1, chance.randint(1, batch)))),
         chunks=chance.choice((1, 2, 3)),
-        schedules=chance.choice((("1f1b",), ("1f1b", "zero-bubble"), ("zero-bubble",))),
+        schedules=chance.choice(SCHEDULES),
         recompute=chance.choice(kinds if problem.attention != "fused" else kinds[::2] + kinds[3:]),
         partial=chance.random() < 0.6,
         sequence_parallel=chance.choice(("always", "any", "never")),

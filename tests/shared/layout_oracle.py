@@ -135,13 +135,21 @@ def _choices(
     both = p > 1 and d > 1 and t * c % e == 0
     return [
         divisions(blocks, p, degrees["chunks"]),
-        ("1f1b", "zero-bubble") if p > 1 else ("1f1b",),
+        _schedules(p, degrees["chunks"]),
         _recomputed(blocks),
         (False, True) if t > 1 else (False,),
         (0, 1, 2, 3) if c * d > 1 or (several and t * c * d > e) else (0,),
         ("data-inside", "pipeline-inside") if both else ("data-inside",),
         offloads,
     ]
+
+
+def _schedules(pipeline: int, chunks: int) -> tuple[str, ...]:
+    if pipeline == 1:
+        return ("1f1b",)
+    more = {1: ("zb-h2",), 2: ("zbv", "dualpipev")}.get(chunks, ())
+    both_ways = ("dualpipe",) if chunks == 1 and pipeline in (4, 6, 8) else ()
+    return ("1f1b", "zero-bubble", *more, *both_ways)
 
 
 def _layout(degrees: dict[str, int], values: Sequence[Any]) -> Layout:

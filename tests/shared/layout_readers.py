@@ -38,6 +38,10 @@ from stagewright.graphs.models.traits import (
 
 STRATEGIES = {"no_shard": 1, "optim_grads": 2, "optim_grads_params": 3}
 
+TORCH_SCHEDULES = {
+    "InterleavedZeroBubble": "zero-bubble", "ZBVZeroBubble": "zbv", "DualPipeV": "dualpipev",
+}  # fmt: skip
+
 
 def words_in_bash(text):
     """Ranks, connections and arguments of a file, as bash reads them."""
@@ -344,12 +348,12 @@ def read_titan(files, layers):
     replicas, shards = degrees.data_parallel_replicate_degree, degrees.data_parallel_shard_degree
     pipeline, data = degrees.pipeline_parallel_degree, replicas * shards
     parts, microbatch = degrees.module_fqns_per_model_part, training.local_batch_size
-    split = False
+    name = "1F1B"
     if pipeline > 1:
         microbatch = degrees.pipeline_parallel_microbatch_size
-        split = degrees.pipeline_parallel_schedule == "InterleavedZeroBubble"
-        looped = degrees.pipeline_parallel_schedule == "Interleaved1F1B"
-        assert split or looped == (len(parts) > pipeline)
+        name = degrees.pipeline_parallel_schedule
+        looped = name == "Interleaved1F1B"
+        assert name in TORCH_SCHEDULES or looped == (len(parts) > pipeline)
         assert training.local_batch_size * data == training.global_batch_size
     assert not training.enable_cpu_offload
     together = pipeline > 1 or degrees.expert_parallel_degree > 1
@@ -367,7 +371,7 @@ def read_titan(files, layers):
         "batch": training.global_batch_size,
         "accumulation": training.global_batch_size / (microbatch * data),
         "blocks": (layers,) if parts is None else titan_blocks(parts, layers),
-        "schedule": "zero-bubble" if split else "1f1b",
+        "schedule": TORCH_SCHEDULES.get(name, "1f1b"),
         "recompute": config.activation_checkpoint or "none",
         "recompute_blocks": None,
         "offload_blocks": 0,

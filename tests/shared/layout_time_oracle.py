@@ -8,11 +8,13 @@ from collections import Counter
 from itertools import pairwise, product
 
 import numpy as np
-from pipeline_oracle import by_events
+from pipeline_oracle import by_events, order_of
 
+from stagewright.formulations.parallelism.schedules import FORMS
 from stagewright.graphs.models.modules import CORE
 from stagewright.graphs.models.shards import shares_of
 
+IN_V = ("zbv", "dualpipe", "dualpipev")
 WITH_WEIGHTS = ("matmul", "convolution")
 
 
@@ -37,19 +39,34 @@ class Plain:
         ]
         self.stages[0] = [(of.embedding, False), *self.stages[0]]
         self.stages[-1] = [*self.stages[-1], (of.head, False)]
-        self.put_off = layout.schedule == "zero-bubble"
+        self.put_off, self.in_v = layout.schedule != "1f1b", layout.schedule in IN_V
+        self.is_double = layout.schedule == "dualpipe"
         self.microbatches = problem.batch // (layout.data * layout.microbatch)
         self.hop = self.hop_seconds(of)
+        self.order = order_of(layout.schedule, layout.pipeline, layout.chunks, self.microbatches)
         every = [self.stage_seconds(stage) for stage in self.stages]
         self.forward, self.backward, self.weight = np.array(every).T
-        sizes = layout.pipeline, layout.chunks, self.microbatches
         self.finish = by_events(
-            sizes, self.forward, self.backward, self.weight, self.hop, self.put_off
-        )
+            self.order, np.array(self.order.paths[0]), self.forward, self.backward, self.weight,
+            self.paired(), self.hop, FORMS[layout.schedule],
+        )  # fmt: skip
         self.finish = np.maximum(self.finish, self.sending_seconds(of))
         self.after = [self.after_pipeline(rank, of.head) for rank in range(layout.pipeline)]
         self.update = max(self.update_seconds(rank) for rank in range(layout.pipeline))
         self.seconds = float((self.finish + self.after).max()) + self.update
+
+    def paired(self):
+        """Per rank of one copy: a forward with the other stage's backward, exchanges beside."""
+        if not self.in_v:
+            return None
+        hidden = [sum(self.routed(*one) for one in stage) for stage in self.stages]
+        rows = []
+        for first in range(len(self.stages) // 2):
+            last, moved = len(self.stages) - 1 - first, hidden[first] + hidden[-1 - first]
+            pairs = ((first, last), (last, first))
+            work = [self.forward[a] + self.backward[b] - moved for a, b in pairs]
+            rows.append([self.beside(one, moved) for one in work])
+        return np.array(rows)
 
     # Ranks and groups
 
@@ -181,12 +198,12 @@ class Plain:
 
     def sending_seconds(self, of):
         """How long the links of the busiest rank are at work with all that it sends."""
-        p, v = self.layout.pipeline, self.layout.chunks
-        if p == 1:
-            return 0.0
+        p = self.layout.pipeline
         sent = [0] * p
-        for stage in range(p * v):
-            sent[stage % p] += (stage < p * v - 1) + (stage > 0)
+        for path in self.order.paths:
+            for a, b in pairwise(path):
+                for rank in (a, b):
+                    sent[rank] += (a != b) / len(self.order.paths)
         return self.microbatches * max(sent) * self.hop_seconds(of, 0)
 
     # Layers
@@ -266,15 +283,9 @@ class Plain:
         if share.experts:
             host = reached.expert_seconds + share.experts * reached.each_expert_seconds
         forward, inputs = sum(each.values()) + host, sum(back.values()) + host
-        samples = layout.microbatch
-        moved = samples * share.width * size
+        moved = layout.microbatch * share.width * size
         reduced = 2 * self.gather(self.groups("tensor"), moved)
-        copies = self.problem.architecture.experts.per_token if share.experts else None
-        routed = 2 * self.all_to_all(
-            self.expert_groups()[0], samples * share.dispatched * size,
-            copies if reached.once_per_unit else None,
-        )  # fmt: skip
-        routed *= 1 - reached.expert_overlap
+        routed = self.routed(share)
         weights = self.weight_seconds(share, plain)
         sent = share.reductions[0] * reduced + routed + self.circulated(share, 1, each)
         returned = share.reductions[1] * self.returned_each(share, weights, back, moved)
@@ -293,6 +304,16 @@ class Plain:
         if not share.differentiable:  # tokens have no gradient: all of the backward is of weights
             rest, weights = 0.0, rest + weights
         return forward, rest + weights, weights if self.put_off else 0.0
+
+    def routed(self, share, *_):
+        """The way to the experts and back."""
+        copies = self.problem.architecture.experts.per_token if share.experts else None
+        reached, moved = self.problem.reached, self.layout.microbatch * share.dispatched
+        there = self.all_to_all(
+            self.expert_groups()[0], moved * self.precision.activation_bytes,
+            copies if reached.once_per_unit else None,
+        )  # fmt: skip
+        return 2 * there * (1 - reached.expert_overlap)
 
     def repeated_selectively(self, share):
         """The attention's core; by operator, all but the attention and every first product."""
@@ -397,21 +418,32 @@ class Plain:
 
     def parameters(self, layers):
         """Those of all t-th parts of the layers, and experts'; a tied table also with the head."""
-        tied = self.layout.pipeline > 1
+        tied = self.layout.pipeline > 1 and not self.in_v
         shared = sum(one.parameters + one.tied_parameters * tied for one, _ in layers)
         return shared, sum(one.expert_parameters for one, _ in layers)
 
     def state_exchanges(self, layers):
         """A reduce-scatter of the gradients, an all-gather of the weights."""
         shared, experts = self.parameters(layers)
-        groups, copies = self.groups("context", "data"), self.expert_groups()[1]
+        groups = self.doubled(self.groups("context", "data"))
+        copies = self.doubled(self.expert_groups()[1])
         return tuple(
             self.gather(groups, shared * size) + self.gather(copies, experts * size)
             for size in (self.precision.gradient_bytes, self.precision.weight_bytes)
         )
 
+    def doubled(self, groups):
+        """With the ranks of the second copies, which are half the pipeline away on average."""
+        away = self.rank(0, 0, 0, self.layout.pipeline // 2) * self.is_double
+        if not away:
+            return groups
+        inside = self.layout.pipeline * self.rank(0, 0, 0, 1)
+        firsts = [one for one in groups if one[0] % inside < away]
+        return [sorted([*one, *(rank + away for rank in one)]) for one in firsts]
+
     def layers_of(self, rank):
-        return [one for stage in self.stages[rank :: self.layout.pipeline] for one in stage]
+        stages = {one.stage for one in self.order.rows[rank]}
+        return [one for stage in sorted(stages) for one in self.stages[stage]]
 
     def after_pipeline(self, rank, head):
         """What the exchange of gradients and updated weights adds to the end of a rank."""
@@ -432,7 +464,7 @@ class Plain:
 
     def tied_seconds(self, rank, head):
         last = self.layout.pipeline - 1
-        if last == 0 or rank not in (0, last):
+        if last == 0 or self.in_v or rank not in (0, last):
             return 0.0
         ends = [[group[0], group[-1]] for group in self.groups("pipeline")]
         return (
@@ -449,7 +481,7 @@ class Plain:
         layout, of = self.layout, self.precision
         shared, experts = self.parameters(self.layers_of(rank))
         if layout.zero:
-            ranks = layout.context * layout.data
+            ranks = layout.context * layout.data * (1 + self.is_double)
             shared, experts = shared / ranks, experts / (layout.tensor * ranks / layout.expert)
         if layout.offload_optimizer:
             most = max(of.gradient_bytes, of.weight_bytes)

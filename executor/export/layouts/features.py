@@ -103,7 +103,14 @@ FEATURES = {
         lambda _, one: f"expert degree {one.expert}" if one.expert > 1 else None, "choose expert 1"
     ),
     "zero bubbles": Feature(
-        _if("the schedule zero-bubble", lambda _, one: one.schedule == "zero-bubble"), "choose 1f1b"
+        lambda _, one: f"the schedule {one.schedule}" if one.schedule != "1f1b" else None,
+        "choose 1f1b",
+    ),
+    "ZB-H2 and DualPipe": Feature(
+        lambda _, one: (
+            f"the schedule {one.schedule}" if one.schedule in ("zb-h2", "dualpipe") else None
+        ),
+        "choose zero-bubble, zbv or dualpipev",
     ),
     "pipelines inside": Feature(
         _if(

@@ -23,6 +23,7 @@ from stagewright.executor.export.layouts.rules import (
 )
 from stagewright.executor.export.options import filled
 from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.parallelism.schedules import Schedule
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.architecture import Architecture, GroupedAttention, LatentAttention
@@ -172,10 +173,18 @@ def _pipeline(problem: TrainingProblem, layout: Layout) -> Fields:
     }
 
 
+TORCH_SCHEDULES: dict[Schedule, str] = {
+    "zero-bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+"""Names of schedules with zero bubbles."""
+
+
 def _schedule(layout: Layout) -> str:
     """Torch's name; its order of zero bubbles with one chunk is that of ZB-H1."""
-    if layout.schedule == "zero-bubble":
-        return "InterleavedZeroBubble"
+    if layout.schedule in TORCH_SCHEDULES:
+        return TORCH_SCHEDULES[layout.schedule]
     return "1F1B" if layout.chunks == 1 else "Interleaved1F1B"
 
 
@@ -229,7 +238,7 @@ def _remarks(problem: TrainingProblem, layout: Layout) -> list[str]:
             f"It keeps gathered weights of {ACTIVE_STAGES} of the {layout.chunks} stages of a rank "
             "and gathers the others again, the plan all once."
         )
-    if layout.schedule == "zero-bubble":
+    if layout.form.is_split:
         found.append("Torch's split backwards do not run in compiled modules.")
     if not problem.overlap:
         found.append("It overlaps exchanges and computation, which the plan does not.")
@@ -328,10 +337,19 @@ def _require_rounds(problem: TrainingProblem, layout: Layout, framework: str) ->
 
 def _refuse_repeated_twice(_: TrainingProblem, layout: Layout, framework: str) -> None:
     """Refuse recomputation with split backwards: torch's I and W would both repeat the forward."""
-    if layout.schedule == "zero-bubble" and layout.recompute != "none":
+    if layout.form.is_split and layout.recompute != "none":
         raise InputError(
             f"{layout.recompute} recomputation with zero bubbles: {framework} repeats the forward "
             "for both parts of a backward, the plan once; choose none, or the schedule 1f1b"
+        )
+
+
+def _refuse_pairs(_: TrainingProblem, layout: Layout, framework: str) -> None:
+    """Refuse exchanges of experts beside computation; 0.2 overlapped them."""
+    if layout.form.pairs and layout.expert > 1:
+        raise InputError(
+            f"the schedule {layout.schedule} with expert degree {layout.expert}: {framework} runs "
+            "its pairs one after the other, which hides no exchange; choose zbv, or expert 1"
         )
 
 
@@ -352,6 +370,7 @@ FRAMEWORK = framework(
         FrameworkRule("torchtitan/models/common/moe_sharding.py", _require_expert_ranks),
         FrameworkRule("torchtitan/distributed/parallel_dims.py", _require_expert_shards),
         FrameworkRule("torchtitan/trainer.py", _require_sequence),
+        FrameworkRule("torchtitan/distributed/pipeline_parallel.py", _refuse_pairs),
         FrameworkRule(_SCHEDULES, _require_microbatches),
         FrameworkRule(_SCHEDULES, _require_rounds),
         FrameworkRule(_SCHEDULES, _refuse_repeated_twice),

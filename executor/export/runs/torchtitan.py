@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stagewright.executor.export.layouts.torchtitan import TORCH_SCHEDULES
 from stagewright.executor.export.runs.run import TrainingRun, data_degree, division
 from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.parallelism.schedules import Schedule
 from stagewright.graphs.documents.errors import InputError, naming
 from stagewright.graphs.importers.config_fields import Fields
 from stagewright.graphs.importers.hf_config import architecture_of, read_hf_config
@@ -29,8 +31,9 @@ _FLAVORS = {
 }  # fmt: skip
 """Sizes of Llama 3.1, as in Meta's params.json."""
 
-_SCHEDULES = {
-    "1F1B": "1f1b", "Interleaved1F1B": "1f1b", "InterleavedZeroBubble": "zero-bubble",
+_SCHEDULES: dict[str, Schedule] = {
+    "1F1B": "1f1b", "Interleaved1F1B": "1f1b",
+    **{name: schedule for schedule, name in TORCH_SCHEDULES.items()},
 }  # fmt: skip
 _CHECKPOINTS = {"None": "none", "SelectiveAC": "selective", "FullAC": "full"}
 
