@@ -13,7 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_jobs import BATCHES, MODEL, STATE, Walk, quick, steady, train, trained, value_after
+from cluster_jobs import (
+    BATCHES,
+    MODEL,
+    STATE,
+    Walk,
+    quick,
+    steady,
+    train,
+    train_divided,
+    trained,
+    value_after,
+)
 from cluster_runs import RATES, ROUND, SECONDS, job, max_min_fair, run
 from commands import answered_json
 
@@ -161,6 +172,25 @@ def test_parameters_are_those_of_an_uninterrupted_run(cluster: Any, tmp_path: Pa
         found = torch.load(checkpoint(tmp_path, name) / MODEL)[0]
         for parameter, expected in trained(ranks, 50).items():
             assert torch.equal(found[parameter], expected), parameter
+
+
+@pytest.mark.slow
+def test_jobs_go_on_with_other_numbers_of_ranks(cluster: Any, tmp_path: Path) -> None:
+    """One rank each while there are two jobs, then two ranks: the parameters of one process."""
+    torch = pytest.importorskip("torch")
+    rates = Throughputs((Rate("walk", 1, "k80", 100.0), Rate("walk", 2, "k80", 150.0)))
+    jobs = [
+        job(name, steps, train_divided, counts=(1, 2)) for name, steps in (("a", 90), ("b", 30))
+    ]
+    report = run(tmp_path, *jobs, pool="k80=2", rates=rates, round_seconds=0.4)
+    for name, steps in (("a", 90), ("b", 30)):
+        assert outcome(report, name).state == "done"
+        found = torch.load(checkpoint(tmp_path, name) / MODEL)[0]
+        for parameter, expected in trained(1, steps).items():
+            assert torch.allclose(found[parameter], expected, rtol=1e-12, atol=1e-14), parameter
+    told = (tmp_path / "job-a" / "output.log").read_text()
+    assert "1 ranks" in told
+    assert "2 ranks" in told
 
 
 SCHEDULER = """

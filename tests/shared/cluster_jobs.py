@@ -95,8 +95,11 @@ steady = Walk({"v100": 0.05, "k80": 0.05})
 """A program that takes some."""
 
 
-def train(lease: Lease) -> None:
-    """SGD with momentum on a linear model; ranks average their gradients, rank 0 saves."""
+def train(lease: Lease, divided: bool = False) -> None:
+    """SGD with momentum on a linear model; ranks average their gradients, rank 0 saves.
+
+    Each has batches of its own, or a part of the same.
+    """
     import torch
     import torch.distributed as dist
 
@@ -114,13 +117,20 @@ def train(lease: Lease) -> None:
         if lease.rank == 0:
             torch.save([model.state_dict(), optimizer.state_dict()], folder / MODEL)
 
-    for batch in LeaseIterator(lambda step: vectors(lease.rank, step), load, save, lease):
+    print(f"{lease.ranks} ranks")
+    first = 0 if divided else lease.rank
+    for batch in LeaseIterator(lambda step: vectors(first, step), load, save, lease):
         time.sleep(0.01)
-        backward(model, batch)
+        backward(model, batch[lease.rank :: lease.ranks] if divided else batch)
         for parameter in model.parameters() if lease.ranks > 1 else ():
             dist.all_reduce(parameter.grad)
             parameter.grad /= lease.ranks
         optimizer.step()
+
+
+def train_divided(lease: Lease) -> None:
+    """:func:`train` on one rank's batches, of which each rank takes a part."""
+    train(lease, divided=True)
 
 
 def linear() -> "tuple[torch.nn.Module, torch.optim.Optimizer]":

@@ -30,7 +30,7 @@ def max_min_fair(problem: AllocationProblem) -> Allocation:
 
 
 def job(
-    name: str, steps: int, program: TrainingFunction, scale: int = 1, **more: float
+    name: str, steps: int, program: TrainingFunction, scale: int = 1, **more: Any
 ) -> ClusterJob:
     return ClusterJob(Job(name, "walk", steps, scale, **more), program)
 
