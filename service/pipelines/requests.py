@@ -92,8 +92,8 @@ class PlanRequest(_Problem):
     start: Annotated[PipelinePlan | None, Option("--from-plan", form="FILE", of_file=load_plan)] = (
         None
     )
-    """Start from this plan of the same layers, made for other times, memory or devices; planners
-    auto and general."""
+    """Start from this plan of the same layers, made for other times, memory, devices or
+    microbatches; planners auto and general."""
     gap: Annotated[float, Option(form="SHARE", of_text=parse_share)] = 0.0
     """End as soon as the best plan is proved to be within this of the best of its class, such as 1%
     or 0.01."""

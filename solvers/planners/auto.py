@@ -28,6 +28,7 @@ from stagewright.solvers.planners.exact import improve_exactly
 from stagewright.solvers.planners.general import plan_general
 from stagewright.solvers.planners.grouped import plan_grouped
 from stagewright.solvers.planners.published import plan_published
+from stagewright.solvers.planners.replanning import replan
 from stagewright.solvers.planners.servers import plan_servers
 from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.planners.steps import planner
@@ -39,7 +40,6 @@ from stagewright.solvers.planners.steps.proposal import (
     Proposal,
     class_of_proposal,
 )
-from stagewright.solvers.planners.steps.warm_start import warm_start
 from stagewright.solvers.planners.structures.refine import refine
 from stagewright.solvers.planners.structures.reordering import reorder
 from stagewright.solvers.planners.structures.uniform import plan_uniformly
@@ -50,6 +50,7 @@ _Step = tuple[str, _PlanWithin, Callable[[], bool], float]
 
 _MANY_DEVICES = 64  # with more, to check a plan may take longer than SPP
 _GOOD_ENOUGH = 1e-6  # relative gap
+_OF_GIVEN = 0.7, 0.3, 1.0  # most of a short limit; of a long one a share, and seconds
 FULL = 0.5  # share of a device's memory above which recomputation may pay off
 EQUAL = 1e-9  # relative; plans whose costs differ by less are equally good
 
@@ -73,9 +74,11 @@ def plan_auto(
     """
     portfolio = _Portfolio(problem, limits, on_progress, choices=choices or Choices())
     if portfolio.choices.start is not None:
-        portfolio.consider("given", portfolio.begin, limits.seconds / 10)
-        if portfolio.has_time():
-            portfolio.consider("given, improved", portfolio.climb, portfolio.left() / 8)
+        most, share, seconds = _OF_GIVEN
+        near = min(most * limits.seconds, share * limits.seconds + seconds)
+        portfolio.consider("given", portfolio.begin, near)
+        if portfolio.is_general():
+            portfolio.consider("bound of given", portfolio.bound, portfolio.left() / 2)
     if portfolio.has_time():
         portfolio.consider("balanced", portfolio.balance, limits.seconds / 3)
     many = len(problem.cluster) > _MANY_DEVICES
@@ -189,9 +192,9 @@ class _Portfolio(planner.PlanSearch):
         return len(answer.stages) <= len(self.best.stages)
 
     def begin(self, limits: Limits) -> Proposal | NoPlan:
-        """The given plan on the present devices."""
+        """The given plan on the present devices, improved."""
         assert self.choices.start is not None
-        return warm_start(self.problem, self.choices.start, self.choices, limits)
+        return replan(self.problem, self.choices.start, self.choices, limits, self.on_progress)
 
     def balance(self, limits: Limits) -> Proposal | NoPlan:
         return plan_balanced(self.problem, limits, self.on_progress)

@@ -1,7 +1,6 @@
 """Names, order, useless devices and useless memory change no answer; on a clock that counts."""
 
 import itertools
-import sys
 from dataclasses import replace
 
 import pytest
@@ -95,15 +94,6 @@ def test_a_ring_has_one_canonical_form_from_every_device_and_in_both_directions(
     rotations = [[(v + by) % 8 for v in range(8)] for by in range(8)]
     found = {canonical(shuffled(ring, order[::way])) for order in rotations for way in (1, -1)}
     assert len(found) == 1
-
-
-@pytest.fixture
-def counting_clock(monkeypatch):
-    """A millisecond passes with every look at the clock."""
-    ticks = itertools.count()
-    for name, module in list(sys.modules.items()):
-        if name.startswith("stagewright.") and hasattr(module, "monotonic"):
-            monkeypatch.setattr(module, "monotonic", lambda: next(ticks) * 1e-3)
 
 
 def with_useless(cluster: Cluster) -> Cluster:

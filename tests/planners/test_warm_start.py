@@ -11,12 +11,15 @@ from strategies import hard_problem
 
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.checking.check import check
-from stagewright.formulations.forms.answers import Limits
+from stagewright.formulations.forms.answers import Limits, silent
+from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Link, uniform_servers
+from stagewright.graphs.machines.parts import first_devices
 from stagewright.graphs.models.chain import Chain
+from stagewright.solvers.planners.replanning import replan
 from stagewright.solvers.planners.steps.proposal import Choices, Proposal, cost_of
 from stagewright.solvers.planners.steps.warm_start import mapped_stages, warm_start
 from stagewright.solvers.planning import plan
@@ -114,10 +117,42 @@ def test_a_plan_for_other_devices_and_microbatches_is_scheduled_again():
     result = plan(changed, "auto", Limits(0.5), choices=Choices(start=before))
     assert check(changed, result.plan) == ()
     given_attempt = result.attempts[0]
-    assert (given_attempt.planner, given_attempt.reason) == (
-        "given", "the given plan, scheduled again",
-    )  # fmt: skip
+    assert given_attempt.planner == "given"
+    assert given_attempt.reason.startswith("the given plan, scheduled again; ")
     assert result.cost <= given_attempt.cost_seconds
+
+
+def test_stages_are_spread_over_devices_that_are_added(counting_clock):
+    """Eight equal layers on one of two servers: with both, half the time is in reach."""
+    layers = small_problem().chain.layers
+    cost = replace(layers[0].costs[0], forward_seconds=1.0, backward_seconds=2.0)
+    equal = tuple(replace(layers[0], name=f"l{l}", costs=(cost,)) for l in range(8))
+    chain = replace(small_problem().chain, layers=equal)
+    before = PipelineProblem(chain, servers(1), 8)
+    known = plan(before, "gpipe", LIMITS).plan
+    found = replan(replace(before, cluster=servers(2)), known, Choices(), Limits(0.5), silent)
+    assert len({name for stage in found.stages for name in stage.devices}) == 4
+    assert found.notes[0] == "the given plan in its order"
+    cost = cost_of(replace(before, cluster=servers(2)), found)
+    assert cost < 0.7 * known.predicted.iteration_seconds
+
+
+@quick
+@given(st.data())
+def test_a_plan_near_the_given_one_is_valid_and_never_worse(counting_clock, data):
+    problem = data.draw(hard_problem(4, 4, 3))
+    devices = data.draw(st.integers(1, len(problem.cluster)))
+    before = plan(
+        replace(problem, cluster=first_devices(problem.cluster, devices)), "general", Limits(0.2)
+    ).plan
+    assume(before is not None)
+    first = warm_start(problem, before, Choices(), LIMITS)
+    found = replan(problem, before, Choices(), Limits(0.2), silent)
+    if isinstance(first, Proposal):
+        assert cost_of(problem, found) <= cost_of(problem, first) * ROUNDING
+        assert check(problem, assemble(problem, "given", found.stages, found.starts)) == ()
+    else:
+        assert found == first
 
 
 def test_a_plan_that_no_longer_fits_saves_memory_or_is_left_out():
