@@ -126,6 +126,8 @@ class LayerProfiles:
         require_count(self.layers, "layers", MAX_LAYERS)
         for one in self.measured:
             self._require_layers(len(one.forward_seconds), one.place)
+        for one in self.measured:
+            self._require_time(one)
         for size in self.sizes:
             self._require_layers(len(size.parameters), f"sizes at tensor degree {size.tensor}")
 
@@ -133,6 +135,11 @@ class LayerProfiles:
         if count != self.layers:
             first = self.measured[0].place
             raise InputError(f"{place}: {count} layers, but {first}: {self.layers}")
+
+    def _require_time(self, one: Measured) -> None:
+        times = self.times(one.device_kind, one.microbatch_size, one.tensor)
+        if not times.forward.any() and not times.backward.any():
+            raise InputError(f"{one.place}: the layers take no time")
 
     @property
     def layers(self) -> int:

@@ -25,8 +25,8 @@ needs_data = pytest.mark.skipif(
 )
 
 
-def measured(kind="a", size=1, tensor=1, forward=(1.0, 2.0)):
-    return Measured(kind, size, tensor, forward, (3.0, 4.0), (0.5, 0.5))
+def measured(kind="a", size=1, tensor=1, forward=(1.0, 2.0), backward=(3.0, 4.0)):
+    return Measured(kind, size, tensor, forward, backward, (0.5, 0.5))
 
 
 def refused(call, *parts: str) -> None:
@@ -70,6 +70,8 @@ def test_profiles_that_do_not_agree_are_refused():
     refused(lambda: LayerProfiles("m", "s", (measured(), measured())), "measured twice")
     short = Measured("a", 2, 1, (1.0,), (1.0,), (1.0,))
     refused(lambda: LayerProfiles("m", "s", (measured(), short)), "1 layers", "2")
+    still = measured(forward=(0.0, 0.0), backward=(0.0, 0.0))
+    refused(lambda: LayerProfiles("m", "s", (still,)), "the layers take no time")
     refused(lambda: measured(forward=(1.0,)), "backward_seconds has 2 layers")
     refused(lambda: measured(forward=(1.0, -1.0)), "forward_seconds[1]", "not negative")
     refused(lambda: measured(forward=(1.0, 1e6)), "times are seconds")
