@@ -108,7 +108,9 @@ class AnyDivision:
         if self.space.chunks == 1:
             return inf
         least = inf
-        for bounds in self._families:
+        for bounds in sorted(self._families, key=self._evenly):
+            if self._evenly(bounds) >= least:
+                break
             for samples in chosen(self.space.microbatch, self.problem.batch):
                 for schedule in self.space.schedules:
                     allowed = bounds.allowed(samples, schedule)
@@ -116,6 +118,11 @@ class AnyDivision:
                         busy = self._busy(bounds, samples, schedule)[allowed]
                         least = min(least, float(busy.min()))
         return least
+
+    def _evenly(self, bounds: _Pipelines) -> float:
+        """The work of all samples at once, as little as it can be, spread evenly over all ranks."""
+        work = bounds.family.work(self.problem.batch, "none")
+        return float(work.total.sum()) / bounds.family.left
 
     def _busy(self, bounds: _Pipelines, samples: int, schedule: Schedule) -> Floats:
         """Seconds that a mean rank computes, for every number of stages."""
@@ -141,6 +148,8 @@ class AnyDivision:
     def _closed(self, below: float) -> Iterator[tuple[float, Layout]]:
         """Bounds without the blocks that must be recomputed."""
         for bounds in self._families:
+            if self._evenly(bounds) >= below:
+                continue
             for samples in chosen(self.space.microbatch, self.problem.batch):
                 for schedule in self.space.schedules:
                     allowed = bounds.allowed(samples, schedule)
