@@ -235,6 +235,8 @@ class Workload:
         _require_unique_names("entities", [entity.name for entity in self.entities])
         _require_unique_names("trainings", [one.model for one in self.trainings])
         _require_trained(self.jobs, self.trainings)
+        if not (self.throughputs.alone or self.trainings):
+            raise InputError("the workload has neither throughputs nor trainings")
         _require_order(self.jobs)
         _require_tree(self.jobs, self.entities)
         _require_comparable(self.jobs)
@@ -311,22 +313,22 @@ def load_workload(path: str | os.PathLike[str]) -> Workload:
     Raises InputError as of :func:`documents.read` and ``importers.hf_config.read_fields``.
     """
     found = documents.read(Workload, path, FORMAT, VERSION)
-    folder = Path(path).parent
-    trainings = tuple(
-        replace(one, config=_fields_of(one, folder)) if isinstance(one.config, str) else one
-        for one in found.trainings
-    )
+    with naming(path):
+        trainings = tuple(_with_fields(one, Path(path).parent) for one in found.trainings)
     return replace(found, trainings=trainings) if trainings else found
 
 
-def _fields_of(training: Training, folder: Path) -> dict[str, Any]:
-    """The fields of the configuration that a training names."""
+def _with_fields(training: Training, folder: Path) -> Training:
+    """The training with the configuration that it names, from the folder of its file."""
+    if not isinstance(training.config, str):
+        return training
     from stagewright.graphs.importers.hf_config import read_fields  # it imports networkx
+    from stagewright.graphs.importers.hf_hub import is_hub_name
 
-    assert isinstance(training.config, str)
-    here = folder / training.config
+    here, name = folder / training.config, training.config
     with naming(f"training {training.model!r}: config"):
-        return read_fields(here if here.exists() else training.config)
+        fields = read_fields(name if is_hub_name(name) and not here.exists() else here)
+    return replace(training, config=fields)
 
 
 def save_workload(workload: Workload, path: str | os.PathLike[str]) -> None:

@@ -275,12 +275,12 @@ class _Searches:
         )
 
     def _would_hold(self, training: Training, count: int) -> Iterator[str]:
-        """More accelerators of the cluster, then other kinds, that hold a training."""
+        """Other numbers of the cluster's accelerators, then other kinds, that hold a training."""
         for one in self.request.pool.accelerators:
-            more = count
-            while (more := 2 * more) <= one.count:
-                if self.found(training, one.name, more, _packed(one, more)).layout:
-                    yield f"{more} {one.name}"
+            more = [count << n for n in range(1, one.count.bit_length()) if count << n <= one.count]
+            for number in [one.count] if count > one.count else more:
+                if self.found(training, one.name, number, _packed(one, number)).layout:
+                    yield f"{number} {one.name}"
         for card in sorted(ACCELERATORS.values(), key=lambda card: card.memory_bytes):
             one = Accelerator(card.name, count)
             links = (card.server_bytes_per_second, card.network_bytes_per_second)

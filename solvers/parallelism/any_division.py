@@ -111,7 +111,9 @@ class AnyDivision:
         """A bound on pipelines with several stages on a rank; infinite if the space has none."""
         several = [one for one in self.space.schedules if self._has_several(one)]
         least = inf
-        for bounds in self._families:
+        for bounds in sorted(self._families, key=self._evenly):
+            if self._evenly(bounds) >= least:
+                break
             for samples in chosen(self.space.microbatch, self.problem.batch):
                 for schedule in several:
                     allowed = bounds.allowed(samples, schedule)
@@ -128,6 +130,11 @@ class AnyDivision:
     def _plain(self) -> list[Schedule]:
         """The schedules with one stage on a rank."""
         return [one for one in self.space.schedules if not FORMS[one].in_v]
+
+    def _evenly(self, bounds: _Pipelines) -> float:
+        """The work of all samples at once, as little as it can be, spread evenly over all ranks."""
+        work = bounds.family.work(self.problem.batch, "none")
+        return float(work.total.sum()) / bounds.family.left
 
     def _busy(self, bounds: _Pipelines, samples: int, schedule: Schedule) -> Floats:
         """Seconds that a mean rank computes, for every number of stages."""
@@ -153,6 +160,8 @@ class AnyDivision:
     def _closed(self, below: float) -> Iterator[tuple[float, Layout]]:
         """Bounds without the blocks that must be recomputed."""
         for bounds in self._families:
+            if self._evenly(bounds) >= below:
+                continue
             for samples in chosen(self.space.microbatch, self.problem.batch):
                 for schedule in self._plain:
                     allowed = bounds.allowed(samples, schedule)

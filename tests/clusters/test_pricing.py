@@ -12,6 +12,7 @@ from profiles import examples
 from tokens import After
 
 import stagewright
+from stagewright.formulations.forms.answers import silent
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.hf_config import parse_hf_config
 from stagewright.graphs.workloads.jobs import (
@@ -24,9 +25,11 @@ from stagewright.graphs.workloads.jobs import (
     save_workload,
 )
 from stagewright.graphs.workloads.pool import parse_pool
-from stagewright.service.clusters.answers import PriceJobsAnswer
+from stagewright.service.clusters.answers import AllocateAnswer, PriceJobsAnswer
 from stagewright.service.clusters.pricing import price_jobs
-from stagewright.service.clusters.requests import PriceJobsRequest
+from stagewright.service.clusters.requests import AllocateRequest, PriceJobsRequest
+from stagewright.service.jobs.kinds import KINDS, parse_request
+from stagewright.service.whole_answers import read, written
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "vocab_size": 32000,
@@ -128,6 +131,11 @@ def test_a_file_names_its_configurations_from_its_folder(tmp_path: Path) -> None
     for config in ("../model/config.json", "../model"):
         save_workload(workload(1, training=replace(TRAINING, config=config)), file)
         assert load_workload(file) == workload(1)
+    save_workload(workload(1, training=trained(config="no.json")), file)
+    with pytest.raises(
+        InputError, match=r"jobs\.json: training 'small': config: .*jobs/no\.json: No"
+    ):
+        load_workload(file)
     save_workload(workload(1), file)
     assert load_workload(file).trainings[0].config["rope_scaling"] is None
 
@@ -147,7 +155,7 @@ def test_a_file_names_its_configurations_from_its_folder(tmp_path: Path) -> None
          "training 'small': no job is of this model, only of 'b'"),
         (lambda: Workload((Job("a", "small", 1.0),), trainings=(TRAINING, TRAINING)),
          "two trainings are named 'small'"),
-        (lambda: replace(workload(1), trainings=()), "the workload has no trainings"),
+        (lambda: replace(workload(1), trainings=()), "neither throughputs nor trainings"),
     ],
 )  # fmt: skip
 def test_what_is_not_known_is_refused(make: Any, complaint: str) -> None:
@@ -188,12 +196,13 @@ LARGE = trained(config=CONFIG | {"num_hidden_layers": 60})
     [
         ("a100=1x8", "1 a100: a device has", "; 2 a100 would hold it"),
         ("a100=1x1", "1 a100: a device has", "; 1 mi250x would hold it"),
+        ("h100=1", "2 h100: the cluster has 1 h100", "; 1 h100 would hold it"),
         ("v100=1x1", "1 v100: precision bf16: v100 has no bf16 arithmetic", "; 1 mi250x would"),
     ],
 )
 def test_a_job_that_fits_nowhere_is_told_what_would_hold_it(pool: str, why: str, hint: str) -> None:
     with pytest.raises(InputError) as error:
-        priced(pool, 1, training=LARGE)
+        priced(pool, int(why[0]), training=LARGE)
     assert f"job 'job0': 'small' runs nowhere in this cluster; {why}" in str(error.value)
     assert hint in str(error.value)
 
@@ -201,3 +210,23 @@ def test_a_job_that_fits_nowhere_is_told_what_would_hold_it(pool: str, why: str,
 def test_a_stop_leaves_no_throughputs() -> None:
     with pytest.raises(InputError, match="stopped before all throughputs"):
         stagewright.price_jobs(workload(1, 2), parse_pool("h100=8"), stop=After(1))
+
+
+def test_the_service_computes_them_and_reads_no_files() -> None:
+    figures = pytest.importorskip("stagewright.service.http.figures")
+    request = AllocateRequest.of(workload=workload(1), pool=parse_pool("h100=2"))
+    sent = json.loads(request.model_dump_json())
+    assert parse_request("allocate", json.dumps(sent)) == request
+    kind = KINDS["allocate"]
+    kind.require_answerable(request)
+    answer = kind.answer(request, silent, After(1000))
+    told = written(answer)
+    again = read(told, request)
+    assert isinstance(again, AllocateAnswer)
+    assert (again.prices, again.assumed) == (answer.prices, answer.assumed)
+    assert again.problem.rates.tolist() == [[answer.prices[0].steps_per_second]]
+    shown = figures.figures("allocate", request, json.loads(told)).table()
+    assert shown["tables"][-1]["rows"][0][:4] == ["small", "h100", "1", "1"]
+    sent["workload"]["trainings"][0]["config"] = "examples/configs/transformer-8b.json"
+    with pytest.raises(InputError, match="training 'small': config: give the fields"):
+        kind.require_answerable(parse_request("allocate", json.dumps(sent)))
