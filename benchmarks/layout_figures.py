@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from math import nan
 from pathlib import Path
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -17,6 +18,7 @@ from benchmarks.layout_runs import compiled, gpt, gpt_problem, of_2021, thesis_f
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.parts import Parts
+from stagewright.formulations.parallelism.schedules import order_codes
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.machines.fabric import Fabric
 
@@ -204,8 +206,11 @@ def _waiting(asked: TrainingProblem, layout: Layout) -> float:
     parts = Parts(asked, layout)
     forward, backward = (each + parts.hop for each in parts.seconds)
     weight, saved = parts.weight_seconds, parts.saved
-    size = layout.pipeline, layout.chunks, parts.microbatches, False
-    finish, _ = compiled(*size, forward, backward, weight, 0.0, saved)
+    codes = order_codes("1f1b", layout.pipeline, layout.chunks, parts.microbatches)
+    finish, _ = compiled(
+        codes, parts.stage_of, parts.microbatches, forward, backward, weight, parts.paired,
+        np.zeros_like(forward), saved,
+    )  # fmt: skip
     seconds = float(finish.max()) + parts.longest_update
     return thesis_flops(asked) / seconds / asked.fabric.devices / 1e12
 

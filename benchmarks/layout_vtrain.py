@@ -23,6 +23,7 @@ from benchmarks.layout_runs import compiled, gpt, gpt_problem, of_2021
 from benchmarks.report import Table
 from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.parallelism.schedules import order_codes, stages_of_ranks
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.machines.networks import NETWORK_SHARE, fabric_of_kind
@@ -145,16 +146,17 @@ class Profiles:
         each = of.layers // of.pipeline
         stages = np.full(of.pipeline, each * one.layer)
         stages[-1] += one.ends
+        none = np.zeros(of.pipeline)
         finish, _ = compiled(
-            of.pipeline,
-            1,
+            order_codes("1f1b", of.pipeline, 1, of.microbatches),
+            stages_of_ranks(of.pipeline, 1, in_v=False),
             of.microbatches,
-            False,
             stages / 3,
             2 * stages / 3,
-            np.zeros(of.pipeline),
-            _hop(of),
-            np.zeros(of.pipeline),
+            none,
+            none[:, None],
+            np.full(of.pipeline, _hop(of)),
+            none,
         )
         update = each * one.update_layer + one.update_ends
         return float(finish.max()) + update + _gradients(of, of.data) - _gradients(of, near)

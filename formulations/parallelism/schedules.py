@@ -6,7 +6,6 @@ operations on arrays; the tests compare both.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import zip_longest
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -166,8 +165,10 @@ def _ahead(ranks: Ints | int, chunks: Ints | int, depth: int, rank: Ints) -> Int
 def _v_codes(schedule: Schedule, ranks: int, microbatches: int) -> Codes:
     of = _zbv if schedule == "zbv" else _dualpipe
     every = [of(ranks, rank, microbatches) for rank in range(ranks)]
-    found = np.array(list(zip_longest(*every, fillvalue=-1)), dtype=np.int16)
-    return np.ascontiguousarray(found.T)
+    found = np.full((ranks, max(map(len, every))), -1, dtype=np.int16)
+    for row, steps in zip(found, every, strict=True):
+        row[: len(steps)] = steps
+    return found
 
 
 _F, _I, _W, _B, _P = ((2 * kind, 2 * kind + 1) for kind in range(5))
