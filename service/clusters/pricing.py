@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import inf
 from time import monotonic
-from typing import Literal
+from typing import Any, Literal
 
 from stagewright.formulations.forms.answers import (
     OnProgress,
@@ -165,16 +165,8 @@ def _architecture(training: Training) -> Architecture:
     return parse_hf_config(json.dumps(training.config), "config")
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The fastest layout on some machines: its seconds with their range and bound, or why none."""
-
-    seconds: float = inf
-    seconds_low: float = inf
-    seconds_high: float = inf
-    bound_seconds: float | None = None
-    layout: str | None = None
-    reason: str | None = None
+_Made = dict[str, Any]
+"""The fields of a rate that a search finds: those of the fastest layout, or why there is none."""
 
 
 class _Searches:
@@ -184,31 +176,26 @@ class _Searches:
         self.request, self.stop = request, stop
         self.wanted = [*_wanted(request.workload, request.pool, request.placement)]
         self.models = {one.model: _architecture(one) for one in request.workload.trainings}
-        self.known: dict[tuple[str, str, int, int], _Found] = {}
+        self.known: dict[tuple[str, str, int, int], _Made] = {}
         self.fabrics: dict[str, tuple[Fabric, str]] = {}  # and the rates, by accelerator
 
     def rate(self, one: _Wanted) -> ComputedRate:
         """The rate, as train-plan has it."""
         name, most = one.accelerator.name, one.accelerator.count
         if one.count > most:
-            found = _Found(reason=f"the cluster has {most} {name}")
+            made: _Made = {"reason": f"the cluster has {most} {name}"}
         else:
-            found = self.found(one.training, name, one.count, one.per_server)
+            made = self.found(one.training, name, one.count, one.per_server)
         return ComputedRate(
             model=one.training.model,
             accelerator=name,
             count=one.count,
             placement=one.placement,
             servers=one.servers,
-            steps_per_second=1 / found.seconds,
-            steps_per_second_low=1 / found.seconds_high,
-            steps_per_second_high=1 / found.seconds_low,
-            bound_steps_per_second=found.bound_seconds and 1 / found.bound_seconds,
-            layout=found.layout,
-            reason=found.reason,
+            **made,
         )
 
-    def found(self, training: Training, name: str, count: int, per_server: int) -> _Found:
+    def found(self, training: Training, name: str, count: int, per_server: int) -> _Made:
         """The fastest layout on so many accelerators."""
         key = training.model, name, count, per_server
         if key not in self.known:
@@ -218,7 +205,7 @@ class _Searches:
                 self.known[key] = self._search(training, name, count, per_server)
         return self.known[key]
 
-    def _search(self, training: Training, name: str, count: int, per_server: int) -> _Found:
+    def _search(self, training: Training, name: str, count: int, per_server: int) -> _Made:
         inputs = TrainPlanInputs.of(
             device=name.lower(), gpus=count, per_server=per_server, top=1,
             time_limit=self.request.time_limit, **self.request.links(name), **training.inputs(),
@@ -227,7 +214,7 @@ class _Searches:
         try:
             require_arithmetic(fabric.card, inputs.precision)
         except InputError as error:
-            return _Found(reason=str(error))
+            return {"reason": str(error)}
         layouts = inputs.layouts_of(self.models[training.model])
         before = self.fabrics.get(name)
         if before is None or before[0].devices < count:
@@ -235,20 +222,20 @@ class _Searches:
         try:
             answer = find_layouts(layouts, stop=self.stop)
         except InputError as error:
-            return _Found(reason=str(error))
+            return {"reason": str(error)}
         if is_stopped(self.stop):
             raise InputError(_STOPPED)
         if answer.plan is None:
-            return _Found(reason=answer.reason)
+            return {"reason": answer.reason}
         best = evaluate(layouts.problem, answer.plan.layout, compiled_walk())
         of_time, bound = ranges(layouts.problem, best), answer.plan.bound
-        return _Found(
-            seconds=best.seconds,
-            seconds_low=of_time.seconds_low,
-            seconds_high=of_time.seconds_high,
-            bound_seconds=None if bound is None else bound.seconds,
-            layout=str(best.layout),
-        )
+        return {
+            "steps_per_second": 1 / best.seconds,
+            "steps_per_second_low": 1 / of_time.seconds_high,
+            "steps_per_second_high": 1 / of_time.seconds_low,
+            "bound_steps_per_second": None if bound is None else 1 / bound.seconds,
+            "layout": str(best.layout),
+        }
 
     def require_place(
         self, job: Job, throughputs: Throughputs, prices: Iterable[ComputedRate]
@@ -279,15 +266,19 @@ class _Searches:
         for one in self.request.pool.accelerators:
             more = [count << n for n in range(1, one.count.bit_length()) if count << n <= one.count]
             for number in [one.count] if count > one.count else more:
-                if self.found(training, one.name, number, _packed(one, number)).layout:
+                if self._holds(training, one, number):
                     yield f"{number} {one.name}"
         for card in sorted(ACCELERATORS.values(), key=lambda card: card.memory_bytes):
-            one = Accelerator(card.name, count)
-            links = (card.server_bytes_per_second, card.network_bytes_per_second)
-            if None in links or card.name in self.request.pool.names:
-                continue
-            if self.found(training, card.name, count, _packed(one, count)).layout:
+            other = Accelerator(card.name, count)
+            if card.name not in self.request.pool.names and self._holds(training, other, count):
                 yield f"{count} {card.name}"
+
+    def _holds(self, training: Training, one: Accelerator, count: int) -> bool:
+        """Whether a layout fits; not where kind or links are not known."""
+        try:
+            return "layout" in self.found(training, one.name, count, _packed(one, count))
+        except InputError:
+            return False
 
     def assumed(self) -> Iterator[str]:
         """What is assumed of the machines, of each type of accelerator that was searched for."""

@@ -58,14 +58,18 @@ Bandwidths = Annotated[Bandwidth | dict[str, Bandwidth] | None, Option(of_text=_
 """Bytes per second of all accelerators, or by name."""
 
 
+JobsFile = Annotated[Workload, Option("--jobs", form="FILE", of_file=load_workload)]
+Accelerators = Annotated[
+    Pool, Option("--cluster", form="FILE|NAME=COUNT,...", of_text=read_pool, may_be_file=True)
+]
+
+
 class PriceJobsRequest(Request):
     """Compute the throughputs of a workload's trainings on the accelerators of a pool."""
 
-    workload: Annotated[Workload, Option("--jobs", form="FILE", of_file=load_workload)]
+    workload: JobsFile
     """Jobs file with trainings."""
-    pool: Annotated[
-        Pool, Option("--cluster", form="FILE|NAME=COUNT,...", of_text=read_pool, may_be_file=True)
-    ]
+    pool: Accelerators
     """Accelerators as v100=36,p100=9x4 (9 servers of 4), by the names of kinds, or a file."""
     placement: Annotated[bool, Option("--placement-sensitive")] = False
     """Rates on accelerators of several servers too."""
@@ -103,9 +107,7 @@ class PriceJobsRequest(Request):
 class _PolicyRequest(Request):
     """A policy that divides the accelerators of a pool."""
 
-    pool: Annotated[
-        Pool, Option("--cluster", form="FILE|NAME=COUNT,...", of_text=read_pool, may_be_file=True)
-    ]
+    pool: Accelerators
     """Accelerators as v100=36,p100=9x4@1.46 (9 servers of 4 at $1.46 an hour), or a file."""
     policy: str = "max-min"
     """One of those that `stagewright policies` lists."""
@@ -120,7 +122,7 @@ class _PolicyRequest(Request):
 class _JobsPolicyRequest(_PolicyRequest):
     """A policy that divides the accelerators of a pool among the jobs of a workload."""
 
-    workload: Annotated[Workload, Option("--jobs", form="FILE", of_file=load_workload)]
+    workload: JobsFile
     """Jobs file."""
 
 
