@@ -25,6 +25,7 @@ from stagewright.graphs.workloads.jobs import (
     save_workload,
 )
 from stagewright.graphs.workloads.pool import parse_pool
+from stagewright.service.clusters.allocating import allocate
 from stagewright.service.clusters.answers import AllocateAnswer, PriceJobsAnswer
 from stagewright.service.clusters.pricing import price_jobs
 from stagewright.service.clusters.requests import AllocateRequest, PriceJobsRequest
@@ -121,6 +122,19 @@ def test_measured_throughputs_are_kept_and_the_rest_is_computed() -> None:
     ]  # fmt: skip
     result = stagewright.allocate(jobs, pool)
     assert result.bound == pytest.approx(stagewright.allocate(answer.workload, pool).bound)
+
+
+def test_a_job_may_run_on_any_of_its_counts_that_fits() -> None:
+    """8 samples of a model that one accelerator cannot hold: the policy takes two or four."""
+    large = trained(config=CONFIG | {"num_hidden_layers": 64}, global_batch=8)
+    job = Job("a", "small", 100.0, counts=(1, 2, 4))
+    jobs, pool = Workload((job,), trainings=(large,)), parse_pool("a100=4")
+    one, two, four = price_jobs(PriceJobsRequest.of(workload=jobs, pool=pool)).prices
+    assert (one.steps_per_second, one.count, two.count, four.count) == (0.0, 1, 2, 4)
+    answer = allocate(AllocateRequest.of(workload=jobs, pool=pool, policy="makespan"))
+    best = max(two.steps_per_second, four.steps_per_second)
+    assert answer.objective == pytest.approx(100.0 / best)
+    assert [share.count for share in answer.allocation or ()] == [4]
 
 
 def test_a_file_names_its_configurations_from_its_folder(tmp_path: Path) -> None:
