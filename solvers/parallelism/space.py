@@ -284,7 +284,13 @@ class Space:
             require_split(architecture, problem.sequence, split)
         except InputError as error:
             return str(error)
-        return f"{devices} devices, {architecture.layers} blocks: no pipeline of the space divides"
+        with_schedule = ""
+        if any(FORMS[one].chunks for one in self.schedules):
+            with_schedule = f", with ranks and chunks that {' or '.join(self.schedules)} has"
+        blocks = architecture.layers
+        return (
+            f"{devices} devices, {blocks} blocks: no pipeline of the space divides{with_schedule}"
+        )
 
     def _splits(self, problem: TrainingProblem, plain: LayerSplit) -> Iterator[LayerSplit]:
         """The splits without and with sequence parallelism."""

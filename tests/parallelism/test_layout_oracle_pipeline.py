@@ -39,7 +39,7 @@ def pipelines(draw):
     return (schedule, ranks, chunks, microbatches), times, saved, float(draw(st.integers(0, 5)))
 
 
-@examples(600)
+@examples(400)
 @given(pipelines())
 def test_finish_and_kept_bytes_are_those_of_the_order(example) -> None:
     sizes, times, saved, hop = example
@@ -53,7 +53,7 @@ def test_finish_and_kept_bytes_are_those_of_the_order(example) -> None:
     assert kept.tolist() == pytest.approx(kept_by_order(order, saved))
 
 
-@examples(300)
+@examples(200)
 @given(pipelines())
 def test_forwards_before_the_first_backward_and_before_the_first_is_freed(example) -> None:
     (schedule, ranks, chunks, microbatches), _, _, _ = example
@@ -69,7 +69,7 @@ def test_forwards_before_the_first_backward_and_before_the_first_is_freed(exampl
             assert first(*sizes).tolist() == list(counted.values())
 
 
-@examples(100)
+@examples(60)
 @given(st.integers(2, 4), st.integers(0, 6), st.lists(st.integers(0, 9), min_size=32, max_size=32))
 def test_dualpipe_is_dualpipev_on_half_the_ranks_with_a_hop_at_the_turn(half, more, times) -> None:
     """Microbatches of both directions do the same, so that those of one are enough."""
