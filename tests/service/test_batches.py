@@ -1,6 +1,7 @@
 """A batch in microbatches of every size: the best of all sizes, and a bound on all of them."""
 
 import math
+import random
 import threading
 from dataclasses import replace
 from importlib.util import find_spec
@@ -14,8 +15,10 @@ import stagewright
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan_class import class_of
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.chain import LayerCost
+from stagewright.graphs.machines.cluster import Device, from_matrix
+from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.service.engines import Engine
 from stagewright.service.pipelines import planning
 from stagewright.service.pipelines.planning import plan
@@ -176,3 +179,33 @@ def test_a_stop_leaves_the_sizes_that_are_not_begun() -> None:
     found = plan(request(), stop=stop, engine=Engine(workers=2))
     assert found.status is Status.INTERRUPTED
     assert {one.status for one in found.sizes} == {Status.INTERRUPTED}
+
+
+@pytest.mark.parametrize("seed", slow_after(1, range(60)))
+def test_no_plan_of_any_planner_beats_a_bound_on_its_class(seed: int) -> None:
+    """Of a batch on unequal links, in microbatches of every size: what is proved holds for all."""
+    draw = random.Random(seed)
+    layers = tuple(
+        Layer(f"l{i}", draw.randint(0, 9) * 1e6, tuple(_cost(like, size) for size in (1, 2, 3)))
+        for i in range(draw.randint(1, 3))
+        for like in [LayerCost(1, draw.uniform(0, 3), draw.randint(0, 9) * 1e6,
+                               draw.randint(0, 9) * 1e6, draw.uniform(0.1, 5))]
+    )  # fmt: skip
+    devices = [Device(f"d{i}", "any", 1e8 * draw.choice([1, 10])) for i in range(3)]
+    rows = [[None if i == j else draw.choice([1e6, 1e7]) for j in range(3)] for i in range(3)]
+    chain, cluster = Chain("m", "by hand", 1, layers), from_matrix(devices, rows)
+    batch = draw.choice([2, 3, 4, 6])
+    planners = ("exact", "spp", "dp", "2bw", "2bw-flush", "pipedream-async")
+    found = [
+        stagewright.plan(chain, cluster, global_batch=batch, planner=name, time_limit=1.0)
+        for name in planners
+    ]
+    plans = [one.plan for one in found if one.plan is not None]
+    for one in found:
+        for plan_ in plans:
+            sizes = [its.samples for its in one.sizes] or [one.plan and one.plan.microbatch_size]
+            if one.plans and one.plans.contains(class_of(plan_)) and plan_.microbatch_size in sizes:
+                bound = math.inf if one.status is Status.INFEASIBLE else one.bound
+                assert plan_.predicted is not None
+                assert bound is not None
+                assert bound <= plan_.predicted.iteration_seconds * (1 + 1e-6), one.planner
