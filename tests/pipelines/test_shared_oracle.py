@@ -45,7 +45,6 @@ SPECIAL = {
     "there and back": layered([(1.0, 1.0), (1.0, 1.0), (0.0, 1.0)], 2),
     "four equal on two": layered([(1.0, 2.0)] * 4, 2),
     "five equal on two": layered([(1.0, 2.0)] * 5, 3),
-    "six equal on two": layered([(1.0, 1.0)] * 6, 2),
     "four equal on two, in parts": layered([(1.0, 1.0, 1.0)] * 4, 2, parts=True),
     "five equal on three": layered([(1.0, 1.0)] * 5, 2, devices=3),
     "embedding": layered(
