@@ -354,13 +354,21 @@ def shortest_path_seconds(problem: PipelineProblem, stages: int) -> float:
     return float(roots**2 / len(problem.cluster))
 
 
-def cheapest_work(problem: PipelineProblem) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Device-seconds per layer and microbatch for the cheapest kind and share, shape (L,)."""
+def cheapest_work(problem: PipelineProblem, split: bool = False) -> Floats:
+    """Device-seconds per layer and microbatch for the cheapest kind and share, shape (L,).
+
+    ``split``: backwards may be in parts, if these take less time.
+    """
+
+    def backward(kind: str, r: int) -> Floats:
+        whole = problem.costs(kind, r).backward_seconds
+        return problem.least_backward(kind, r)[1] if split else whole
+
     allowed = problem.replicas_per_layer
     rows = [
         np.where(
             r <= allowed,
-            r * (problem.costs(kind, r).forward_seconds + problem.costs(kind, r).backward_seconds),
+            r * (problem.costs(kind, r).forward_seconds + backward(kind, r)),
             np.inf,
         )
         for kind in problem.kinds

@@ -19,9 +19,12 @@ STEP_SECONDS = 3e-9  # predicted, of each
 MARGIN = 1e-9
 
 
-def relaxed_load_bound(problem: PipelineProblem) -> float:
-    """The load bound M sum(work) / V: every iteration does at least this work."""
-    total = float(cheapest_work(problem).sum())
+def relaxed_load_bound(problem: PipelineProblem, split: bool = False) -> float:
+    """The load bound M sum(work) / V: every iteration does at least this work.
+
+    ``split``: backwards may be in parts, if these take less time.
+    """
+    total = float(cheapest_work(problem, split).sum())
     return problem.microbatches * total / len(problem.cluster)
 
 

@@ -104,8 +104,10 @@ class Loads(NamedTuple):
         shape (C,).
     taken
         Prefix sums of the measures of the layers, shape (2, C, L + 1).
+    rings
+        Prefix sums of seconds of all-reduces, shape (3, C, L + 1) by [link, choice, l].
     need
-        The least of them for the layers from l on, shape (2, L + 1).
+        The least of the measures for the layers from l on, shape (2, L + 1).
     back
         Of one long layer, at least: seconds of the backwards of M microbatches, shape (C,).
     ahead, astern
@@ -113,6 +115,10 @@ class Loads(NamedTuple):
         gradient back, shape (L + 1,).
     boundary
         The least bytes per microbatch of a transfer after layer l, shape (L + 1,).
+    drain
+        From the first gradient that arrives at layers [l, m), and from the end of M forwards of
+        these layers, the least time until all of their all-reduces end, one after the other, shape
+        (3, C, L + 1, L + 1) by [link, choice, l, m].
     spare
         Room for two values.
     """
@@ -120,11 +126,13 @@ class Loads(NamedTuple):
     size: Floats
     finish: Floats
     taken: Floats
+    rings: Floats
     need: Floats
     back: Floats
     ahead: Floats
     astern: Floats
     boundary: Floats
+    drain: Floats
     spare: Floats
 
 

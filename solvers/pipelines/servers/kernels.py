@@ -32,9 +32,11 @@ from stagewright.solvers.pipelines.servers.labels import (
     AFAR,
     BACK,
     BACKWARDS,
+    BITS,
     FORTH,
     FORWARDS,
     LAST,
+    OPENED,
     PIECES,
     ROOM,
     RUNS,
@@ -43,7 +45,12 @@ from stagewright.solvers.pipelines.servers.labels import (
     UP_TO,
     insert,
 )
-from stagewright.solvers.pipelines.servers.sharing import is_overloaded, look_ahead, may_close
+from stagewright.solvers.pipelines.servers.sharing import (
+    is_overloaded,
+    look_ahead,
+    may_close,
+    reduces_late,
+)
 from stagewright.solvers.pipelines.servers.tables import FAST, least_link, send_seconds
 
 TAKES_TURNS = int(Place.TAKES_TURNS)
@@ -61,10 +68,13 @@ def _arrive(search: Scratch, state: tuple[int, int, int], apart: int, c: int, ag
     last, l, used = state
     form, labels, values = search.form, search.labels, search.values
     left = devices_left(form, used)
-    several = last == len(form.available) or c >= form.turns
+    several = (not form.shared and last == len(form.available)) or c >= form.turns
+    other = c % BITS + (BITS if last == c else 0)  # another group than that of the last stage
     search.arrivals.counts[0, 0, 0] = 0
     for i in range(labels.counts[last, l, used]):
         known = labels.values[last, l, used, i]
+        if again and not int(known[OPENED]) >> other & 1:
+            continue
         if apart < ALONE and not _has_room(form, known, apart, c, again):
             continue
         copy(known, 0, len(known), values)
@@ -199,21 +209,31 @@ def _place(
         return False
     used, turned = state[2] + (0 if again else form.devices[c]), place == TAKES_TURNS
     if form.shared:
+        search.values[OPENED] = _opened(int(known[OPENED]), c, again)
         look_ahead(search, known, form.size - used)
     link, finish = least_link(form, c) if turned else WITHIN[place], np.inf
-    sort = len(form.available) if turned else form.rank[c]
+    sort = c if form.shared else len(form.available) if turned else form.rank[c]
     for m in range(state[1] + 1, layers + 1):
         steps[1] += 1
         finish = _finish(form, link, c, state[1], m, finish)
-        fits, ends = _try(search, known, state[1], m, c, finish, used)
+        fits, ends = _try(search, known, state[1], m, c, finish, used, link)
         if ends:
             return False
-        if not fits or (form.shared and is_overloaded(search, known, state[1], m, c, again)):
+        if not fits or (form.shared and is_overloaded(search, known, state[1], m, c, link, again)):
             continue
         _remember(search, source, state[1], m, c, place)
         if _keep(search, known, state[1], (sort, m, used), c) and m == layers:
             return True
     return False
+
+
+@lean
+def _opened(bits: int, c: int, again: bool) -> int:
+    """The bits of a label's groups after a stage of choice c; a third group changes nothing."""
+    if again:
+        return bits
+    at = c % BITS
+    return bits | 1 << (at + BITS * (bits >> at & 1))
 
 
 @lean
@@ -256,11 +276,11 @@ def _remember(search: Scratch, source: int, start: int, stop: int, c: int, place
 
 @lean
 def _try(
-    search: Scratch, known: Floats, l: int, m: int, c: int, finish: float, used: int
+    search: Scratch, known: Floats, l: int, m: int, c: int, finish: float, used: int, link: int
 ) -> tuple[bool, bool]:
     """Whether layers [l, m) may be a stage; whether none from l to m or further can be.
 
-    ``search.values`` are those of the label after it.
+    ``search.values`` are those of the label after it. The all-reduces use ``link``.
     """
     form, turned = search.form, c >= search.form.turns
     f = form.forward[c, m] - form.forward[c, l]
@@ -280,11 +300,14 @@ def _try(
     if form.limit[c, l, m] == 0 or (left == 0 and not last):
         return False, False
     if last:
-        return not exceeds(search, search.values, 0.0, left, m), False
+        late = form.shared and reduces_late(search, known, l, m, c, link, f)
+        return not (late or exceeds(search, search.values, 0.0, left, m)), False
     send = send_seconds(form, m, form.pieces[c] * left, next_link(form, search.values))
     if exceeds(search, search.values, send, left, m):
         return False, False
     around = f + 2 * send + search.rest.path[fast_left(search, search.values), left, m]
+    if form.shared and reduces_late(search, known, l, m, c, link, around):
+        return False, False
     late = not turned and (
         waits(search, form.limit[c, l, m], f, i, around, known[TRIP])
         or is_late(search, known, f, i, around)
@@ -316,10 +339,11 @@ def _may_follow(form: ServerRelaxation, state: tuple[int, int, int], apart: int,
     Where devices take turns, before or after, runs end.
     """
     last, _, used = state
-    if used == 0 or last == len(form.available) or c >= form.turns:
+    turned = not form.shared and last == len(form.available)
+    if used == 0 or turned or c >= form.turns:
         return apart == ALONE
     if apart == 0:
-        return bool(form.together[last, form.rank[c]])
+        return bool(form.together[form.rank[last] if form.shared else last, form.rank[c]])
     return apart < ALONE or form.groups[1] > 1
 
 

@@ -25,15 +25,20 @@ LOAD = 19  # two entries: how much more the stages need than the used devices ca
 LOADS = 2
 CLOSED = 21  # devices whose last stage is placed
 BEHIND = 22  # how many more long layers there are than these devices can do backwards
-SHARED_VALUES = 23
+FREE = 23  # four entries, negative: the most seconds that a group has left, and another group,
+# for computations, and the same for all-reduces
+OPENED = 27  # bits of the choices of groups, then of those of two groups; the more, the better
+BITS = 24  # of choices; of more, several have the same bit
+SHARED_VALUES = 28
 AFAR = 1e9
 
 
 class Labels(NamedTuple):
     """Nondominated labels by [last stage's sort, layers placed, devices used].
 
-    The sort is the rank of a split stage, or the number of ranks if its devices take turns.
-    ``counts`` has shape (ranks or ranks + 1, L + 1, V + 1); the others have one more axis, for N
+    The sort is the rank of a split stage, or the number of ranks if its devices take turns; if
+    devices are shared, it is the choice.
+    ``counts`` has shape (sorts, L + 1, V + 1); the others have one more axis, for N
     labels. ``source`` is the index of the last stage among those placed.
     """
 
@@ -44,10 +49,10 @@ class Labels(NamedTuple):
 
 @lean
 def _is_dominated(values: Floats, by: Floats) -> bool:
-    for i in range(len(values)):  # noqa: SIM110 (numba has no all())
+    for i in range(min(len(values), OPENED)):
         if by[i] > values[i]:
             return False
-    return True
+    return len(values) == VALUES or bool(int(values[OPENED]) & ~int(by[OPENED]) == 0)
 
 
 @lean
@@ -67,7 +72,10 @@ def insert(labels: Labels, at: tuple[int, int, int], values: Floats, source: int
     if kept == len(sources):
         i = _closest(kept, values, known)
         for k in range(len(values)):
-            known[i, k] = min(known[i, k], values[k])
+            if k == OPENED:
+                known[i, k] = int(known[i, k]) | int(values[k])
+            else:
+                known[i, k] = min(known[i, k], values[k])
         return
     sources[kept] = source
     copy(values, 0, len(values), known[kept])
@@ -83,7 +91,9 @@ def _closest(count: int, values: Floats, known: Floats) -> int:
         for k in range(len(values)):
             apart = abs(known[i, k] - values[k])
             if ROOM <= k < PIECES:
-                loss += 0.02 * apart
+                loss += (0.02 if len(values) == VALUES else 0.5) * apart
+            elif k == OPENED:
+                loss += min(apart, 1.0)
             else:
                 loss += _weight(k) * apart / (abs(known[i, k]) + abs(values[k]) + 1e-30)
         if loss < least:

@@ -188,7 +188,7 @@ class ServerBounds:
     low: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.low = relaxed_load_bound(self.problem)
+        self.low = relaxed_load_bound(self.problem, self.plans.split_backward)
 
     @cached_property
     def searches(self) -> tuple[tuple[Levels, "ServerSearch"], ...]:

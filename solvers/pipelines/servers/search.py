@@ -147,8 +147,8 @@ class ServerSearch:
             for table, entries in zip(work.rest, turned, strict=True):
                 table[:] = entries.transpose(0, 2, 1)
         else:
-            fill_shared_rest(form, work.until, self._before, work.rest)
-            work = work._replace(loads=_loads(form, work.until))
+            fill_shared_rest(form, work.until, self._before, self._drain, work.rest)
+            work = work._replace(loads=_loads(form, work.until, self._drain))
         if not np.isfinite(work.rest.path[-1, self.form.size, 0]):
             return RelaxedAnswer((), True)
         found = find(work, steps)
@@ -192,14 +192,20 @@ class ServerSearch:
     @property
     def _states(self) -> tuple[int, int, int]:
         """The states that have labels: the last stage's sort, layers placed, devices used."""
-        turned = self.form.turns < len(self.form.devices)
-        return len(self.form.available) + turned, self._entries[1], self._entries[0]
+        sorts = len(self.form.available) + (self.form.turns < len(self.form.devices))
+        if self.form.shared:
+            sorts = len(self.form.devices)
+        return sorts, self._entries[1], self._entries[0]
 
     @property
     def _label_bytes(self) -> float:
         """Bytes of one label in every state."""
         values = SHARED_VALUES if self.form.shared else VALUES
         return float(np.prod(self._states) * 8 * (values + 1))
+
+    @cached_property
+    def _drain(self) -> Floats:
+        return _drain(self.form) if self.form.shared else np.zeros((0,) * 4)
 
     @cached_property
     def _work(self) -> Scratch:
@@ -209,7 +215,7 @@ class ServerSearch:
             form=self.form,
             until=0.0,
             rest=ServerRest(*(np.zeros((self._counted + 1, *self._entries)) for _ in range(3))),
-            loads=_loads(self.form, 1.0),
+            loads=_loads(self.form, 1.0, self._drain),
             labels=_empty(self._states, most, values),
             arrivals=_empty((1, 1, 1), _ARRIVALS * self.most_labels, values),
             placed=np.zeros((MOST_STAGES, 5), np.int64),
@@ -224,7 +230,7 @@ def _empty(states: tuple[int, int, int], most: int, values: int) -> Labels:
     return Labels(np.zeros(states, np.int64), source, known)
 
 
-def _loads(form: ServerRelaxation, until: float) -> Loads:
+def _loads(form: ServerRelaxation, until: float, drain: Floats) -> Loads:
     """The measures of loads on shared devices for a time ``until``.
 
     Long layers are the k longest ones, for the k that accounts for most work.
@@ -237,17 +243,39 @@ def _loads(form: ServerRelaxation, until: float) -> Loads:
     measures = np.stack([form.devices[:, None] * seconds, is_long])
     alone = np.stack([form.limit[:, l, l + 1] for l in range(seconds.shape[1])], axis=1)
     least = np.where((alone > 0) & (seconds <= until), measures, np.inf).min(axis=1)
+    ring = paced_seconds(np.diff(form.parameters), form.ring[:, :, None], 0.0)
     return Loads(
         size=seconds[:, layers].min(axis=1),
         finish=np.array([_least_finish(form, c, layers) for c in range(len(seconds))]),
         taken=prefix_sums(measures),
+        rings=prefix_sums(ring),
         need=np.pad(np.cumsum(least[:, ::-1], axis=1)[:, ::-1], ((0, 0), (0, 1))),
         back=form.microbatches * np.diff(form.backward, axis=1)[:, layers].min(axis=1),
         ahead=_least_from(form.forward),
         astern=_least_from(form.gradient),
         boundary=_least_after(form.boundary),
+        drain=drain,
         spare=np.zeros(LOADS),
     )
+
+
+def _drain(form: ServerRelaxation) -> Floats:
+    """The backwards and all-reduces of layers [l, m), by [link, choice, l, m].
+
+    The all-reduces of layers up to j follow all input gradients from j on, and all weight gradients
+    of one of these layers.
+    """
+    layers = len(form.parameters) - 1
+    drain = np.zeros((len(form.seconds_per_byte), len(form.devices), layers + 1, layers + 1))
+    for link, c in np.ndindex(drain.shape[:2]):
+        sent, weights = form.gradient[c], np.diff(form.backward[c] - form.gradient[c])
+        ring = form.parameters * form.ring[link, c]
+        for l in range(layers):
+            least = form.microbatches * np.minimum.accumulate(weights[l:])
+            alone = ring[l + 1 :] - ring[l] + least - form.microbatches * sent[l:-1]
+            drain[link, c, l, l + 1 :] = np.maximum.accumulate(alone)
+            drain[link, c, l, l + 1 :] += form.microbatches * sent[l + 1 :]
+    return drain
 
 
 def _least_from(sums: Floats) -> Floats:

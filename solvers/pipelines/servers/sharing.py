@@ -11,7 +11,15 @@ from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.compiled import lean
 from stagewright.solvers.pipelines.prices import paced
 from stagewright.solvers.pipelines.servers.conditions import Scratch, next_link
-from stagewright.solvers.pipelines.servers.labels import BACK, BEHIND, CLOSED, FORTH, LOAD, LOADS
+from stagewright.solvers.pipelines.servers.labels import (
+    BACK,
+    BEHIND,
+    CLOSED,
+    FORTH,
+    FREE,
+    LOAD,
+    LOADS,
+)
 from stagewright.solvers.pipelines.servers.tables import send_seconds
 
 MARGIN = 1e-9
@@ -20,7 +28,7 @@ _COUNT_SLACK = 1e-5  # of the layers that a group can have
 
 @lean
 def _capacity(search: Scratch, known: Floats, i: int, c: int) -> float:
-    """Work that devices of choice c, reached after ``known``, can do by the i-th measure.
+    """Work that devices of choice c, reached at layer l after ``known``, can do by measure i.
 
     After the last computation, there is the way back, and the all-reduce and step of the layers
     that are counted. If backwards may be split, the last computation may be a weight gradient,
@@ -55,8 +63,13 @@ def look_ahead(search: Scratch, known: Floats, free: int) -> None:
 
 
 @lean
-def is_overloaded(search: Scratch, known: Floats, l: int, m: int, c: int, again: bool) -> bool:
-    """Whether shared devices cannot take layers [l, m), and the rest, in time; sets the loads."""
+def is_overloaded(
+    search: Scratch, known: Floats, l: int, m: int, c: int, link: int, again: bool
+) -> bool:
+    """Whether shared devices cannot take layers [l, m), and the rest, in time; sets the loads.
+
+    The all-reduces use ``link``.
+    """
     loads, values = search.loads, search.values
     over, last = False, m == search.form.forward.shape[1] - 1
     for i in range(LOADS):
@@ -65,7 +78,51 @@ def is_overloaded(search: Scratch, known: Floats, l: int, m: int, c: int, again:
             values[LOAD + i] -= _capacity(search, known, i, c)
         spare = 0.0 if last else loads.spare[i]
         over = over or values[LOAD + i] + loads.need[i, m] > spare + MARGIN * loads.need[i, 0]
-    return over
+    if over:
+        return True
+    seconds = (loads.taken[0, c, m] - loads.taken[0, c, l]) / search.form.devices[c]
+    rings = loads.rings[link, c, m] - loads.rings[link, c, l]
+    arrival = known[FORTH] if search.form.splits else known[FORTH] + known[BACK]
+    turn = known[FORTH] + loads.ahead[l]  # no all-reduce begins before
+    return not (
+        _is_free(search, known, FREE, seconds, arrival, again)
+        and _is_free(search, known, FREE + 2, rings, turn, again)
+    )
+
+
+@lean
+def _is_free(
+    search: Scratch, known: Floats, at: int, seconds: float, lost: float, again: bool
+) -> bool:
+    """Whether a group has ``seconds`` left; sets the values ``at`` of the freest two.
+
+    A new group has all time but what is ``lost``. Where only the freest group has enough left, it
+    has less afterwards. Otherwise it is not known which group the stage is on.
+    """
+    values, first, second = search.values, -known[at], -known[at + 1]
+    left = first - seconds
+    if not again:
+        left = search.until - lost - seconds
+        first, second = max(first, left), max(second, min(first, left))
+    elif seconds > second + MARGIN * search.until:
+        first, second = max(left, second), min(left, second)
+    values[at], values[at + 1] = -first, -second
+    return bool(left >= -MARGIN * search.until)
+
+
+@lean
+def reduces_late(
+    search: Scratch, known: Floats, l: int, m: int, c: int, link: int, around: float
+) -> bool:
+    """Whether the all-reduces of layers [l, m) cannot end in time.
+
+    ``around`` is the least time from the arrival to the first gradient that arrives.
+    """
+    form = search.form
+    forwards = form.microbatches * (form.forward[c, m] - form.forward[c, l])
+    drain = search.loads.drain[link, c, l, m]
+    late: bool = known[FORTH] + max(around, forwards) + drain > search.until
+    return late
 
 
 @lean

@@ -165,11 +165,11 @@ def fill_rest(form: ServerRelaxation, until: float, before: Before, rest: Server
 
 @lean_entry
 def fill_shared_rest(
-    form: ServerRelaxation, until: float, before: Before, rest: ServerRest
+    form: ServerRelaxation, until: float, before: Before, drain: Floats, rest: ServerRest
 ) -> None:
-    """Fill ``rest`` where every stage may use all devices.
+    """Fill ``rest`` where every stage may use all devices; ``drain`` is that of the loads.
 
-    All-reduces are left out: neighbouring stages on the same devices are one here.
+    Neighbouring stages on the same devices are one here, so that only ``drain`` has all-reduces.
     """
     form, before = refer(form), refer(before)
     size, layers = form.size, form.forward.shape[1] - 1
@@ -193,7 +193,9 @@ def fill_shared_rest(
                 path[l] = min(path[l], stage.both + 2 * send + path[m])
                 fill[l] = min(fill[l], max(stage.sent, stage.both + around))
                 onward = stage.forward + send + reduced[m]
-                reduced[l] = min(reduced[l], max(stage.work, onward))
+                turn = max(stage.forward + 2 * send + path[m], form.microbatches * stage.forward)
+                reduces = turn + drain[least_link(form, c), c, l, m]
+                reduced[l] = min(reduced[l], max(stage.work, onward, reduces))
 
 
 @lean
