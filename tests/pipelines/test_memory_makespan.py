@@ -12,6 +12,7 @@ from profiles import examples
 from strategies import random_memory_makespan
 
 from stagewright.formulations.forms.answers import Limits, Status
+from stagewright.formulations.pipelines.bounds.memory import ROUNDS
 from stagewright.formulations.pipelines.bounds.stages import schedule_bounds
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable, memory_excess
 from stagewright.formulations.pipelines.makespan_models import ByIntervals
@@ -176,6 +177,14 @@ def test_no_bound_exceeds_the_optimum(problem):
     optimum = least_cost(problem)
     for bound in schedule_bounds(problem):
         assert bound.seconds <= optimum * SLACK, bound.proved_by
+
+
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+def test_microbatches_that_fill_the_memory_pass_one_after_another(objective):
+    # F, two stages on, F I, then I and W: 5 seconds each, and nothing is given back before W.
+    problem = line(3, memory=(2.0, 2.0), saved=((2.0, 0.0, 2.0),) * 2, objective=objective)
+    assert dict((b.proved_by, b.seconds) for b in schedule_bounds(problem))[ROUNDS] == 15
+    assert solve_schedule(problem, "optimal", LIMITS).cost == 15
 
 
 @quick

@@ -19,7 +19,8 @@ from stagewright.graphs.documents.arrays import Floats, Ints
 
 SPAN_LOAD, SPAN_PATH = "load of a device", "way of a microbatch"
 WARM_UP, OVER_TIME = "warm-up and drain in memory", "memory over time"
-MEMORY_NAMES = (WARM_UP, OVER_TIME)
+ROUNDS = "rounds of microbatches in memory"
+MEMORY_NAMES = (WARM_UP, OVER_TIME, ROUNDS)
 _WINDOW_NAMES = (SPAN_LOAD, SPAN_PATH, *MEMORY_NAMES)
 
 
@@ -70,7 +71,8 @@ class DeviceView:
 
     ``taken`` is what a microbatch holds up to the end of B, ``late`` what it holds from then to the
     end of W; ``limits`` are in-flight limits, at most M. ``round_trip`` is from the start of F to
-    the start of B, ``reach`` from F(s1) to F(s) of a microbatch, both with no waiting.
+    the start of B, ``reach`` from F(s1) to F(s) of a microbatch, both with no waiting. ``pace`` is
+    the longest computation, up to I, or transfer of s1 and the stages after it.
     """
 
     forward: Floats
@@ -81,6 +83,7 @@ class DeviceView:
     limits: Ints
     round_trip: Floats
     reach: Floats
+    pace: float
     memory: float
     microbatches: int
 
@@ -115,6 +118,12 @@ def _device_view(problem: MakespanProblem, d: int, paths: StagePaths) -> DeviceV
         limits=np.minimum(problem.in_flight, problem.microbatches)[on],
         round_trip=paths.round_trip[on],
         reach=paths.head[on] - paths.head[on[0]],
+        pace=max(
+            *problem.forward[on[0] :],
+            *problem.backward[on[0] :],
+            *problem.send_forward[on[0] :],
+            *problem.send_backward[on[0] :],
+        ),
         memory=problem.memory[d] if problem.memory else np.inf,
         microbatches=problem.microbatches,
     )
@@ -170,6 +179,34 @@ def _memory_over_time(view: DeviceView) -> float:
     down, left = _ramp(view.memory, amounts, np.r_[view.backward, view.weight])
     window = max(view.load, area / view.memory)
     return window if window < up + down else max(window, (area + unused + left) / view.memory)
+
+
+def _rounds(view: DeviceView) -> tuple[float, float]:
+    """Windows to the end of the last backward and of the last computation, by rounds.
+
+    At most k microbatches are between F(s1) and the end of B(s1), or of W(s1) if B gives nothing
+    back: each holds its activations of s1. So F(s1, m + k) follows microbatch m, and the last one
+    follows one of its place r in every round. In the first round, that one passes the slowest stage
+    or channel r times the pace later than the first. The same holds up to the end of B(sv), with
+    fewer microbatches: when the first of them ends it, it holds the activations of all stages.
+    """
+    first, others = float(view.taken[0]), float(view.taken[1:].sum())
+    backward, whole = _one_microbatch(view)
+    held = whole if view.late[0] >= first else backward
+    rounds = max(
+        _rounds_of(view, view.memory, first, held),
+        _rounds_of(view, view.memory - others, first, view.there + float(view.backward[-1])),
+    )
+    return rounds + backward, rounds + whole
+
+
+def _rounds_of(view: DeviceView, memory: float, amount: float, held: float) -> float:
+    """The earliest start of the last microbatch, of which each holds ``amount`` for a time."""
+    most = view.limits[0]
+    if amount > 0 and np.isfinite(memory):
+        most = min(most, np.floor(memory * (1 + RELATIVE_TOLERANCE) / amount))
+    rounds, place = divmod(view.microbatches - 1, max(1, int(most)))
+    return rounds * held + place * view.pace
 
 
 def _ramp(memory: float, amounts: Floats, seconds: Floats) -> tuple[float, float]:
@@ -258,6 +295,7 @@ def window_bounds(problem: MakespanProblem, paths: StagePaths) -> list[tuple[str
             SPAN_PATH: _one_microbatch(view),
             WARM_UP: warm_up_and_drain(view),
             OVER_TIME: (0.0, _memory_over_time(view)),
+            ROUNDS: _rounds(view),
         }
         for name in best:
             to_backward, whole = windows[name]

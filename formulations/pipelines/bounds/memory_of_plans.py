@@ -21,6 +21,7 @@ MEMORY_LOAD = "load and warm-up in memory"
 MEMORY_PATH = "way of one microbatch in memory"
 MARGIN = 1e-9  # relative; rounding of sums of bytes
 _PRICES = 48  # of a byte, that are tried
+_MOST_LAYERS = 2000  # of which the runs on one device are examined, in a second
 
 
 def memory_load_bound(problem: PipelineProblem) -> float:
@@ -57,9 +58,21 @@ def memory_path_bound(problem: PipelineProblem) -> float:
     A dynamic program over runs of layers on a device. Between one and the next there is a transfer
     in each direction, and in each run the forwards that do not fit are computed again.
     """
-    times, layers = LeastTimes(problem), len(problem.chain)
+    times = LeastTimes(problem)
+    fits = times.needs.min(axis=0).sum() <= problem.memory_bytes.max()
+    is_plain = fits or len(problem.chain) > _MOST_LAYERS
+    # Back to the first layer, whose weight gradient and step follow.
+    back, last = times.gradient.min(axis=(0, 1)), times.backward[:, :, 0].min()
+    way = times.forward.min(axis=(0, 1)).sum() + back[1:].sum() + last + times.update[:, 0].min()
+    return float(way) + (0.0 if is_plain else _detour(times))
+
+
+def _detour(times: LeastTimes) -> float:
+    """The least seconds of transfers, there and back, and of what is computed again."""
+    problem = times.problem
+    layers, most = len(problem.chain), problem.chain.microbatch_size
     best = problem.cluster.pairs.best_between(np.arange(len(problem.cluster))) or (np.inf, 0.0)
-    most, sends = problem.chain.microbatch_size, np.zeros(layers)
+    sends = np.zeros(layers)
     for l in range(1, layers):
         share = problem.share_bytes(problem.boundary_bytes(l), most)
         sends[l] = 2 * paced_seconds(share, pace(best[0]), best[1])
@@ -68,10 +81,7 @@ def memory_path_bound(problem: PipelineProblem) -> float:
     for start in range(layers):
         run = more[start] + sends[start] + again[start, start + 1 :]
         more[start + 1 :] = np.minimum(more[start + 1 :], run)
-    # Back to the first layer, whose weight gradient and step follow.
-    back, last = times.gradient.min(axis=(0, 1)), times.backward[:, :, 0].min()
-    way = times.forward.min(axis=(0, 1)).sum() + back[1:].sum() + last + times.update[:, 0].min()
-    return float(way + more[layers])
+    return float(more[layers])
 
 
 def _again(times: LeastTimes, inputs: Floats) -> Floats:
