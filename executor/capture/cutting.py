@@ -226,7 +226,9 @@ class _Together:
             if node in needed and node in inside:
                 made[node] = own.node_copy(node, made.__getitem__)
         own.output(tuple(made[node] for node in roots))
-        return cls(roots, arguments, shared(fx.GraphModule(nn.Module(), own).forward))
+        of_inputs = any(node.op == "placeholder" for node in arguments)
+        make = shared(fx.GraphModule(nn.Module(), own).forward, of_inputs=of_inputs)
+        return cls(roots, arguments, make)
 
 
 def _made_of_inside(graph: fx.Graph, remade: set[fx.Node]) -> set[fx.Node]:

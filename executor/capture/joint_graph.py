@@ -8,6 +8,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from stagewright.executor.capture.split_layer import autocast_cache, present, without_autocast
+from stagewright.executor.capture.twins import made_once
 
 FORWARD, COPY, OUTPUT_GRADIENT = "forward", "copy of an input", "output gradient"
 
@@ -35,7 +36,7 @@ class JointModule(nn.Module):
             # In-place operations refuse leaves, and must not change the caller's values.
             copies = [value.clone() for value in values]
             _mark(COPY)
-            with autocast_cache():
+            with autocast_cache(), made_once():
                 outputs = self._outputs(copies)
         _mark(FORWARD)
         ends = self._ends(outputs)

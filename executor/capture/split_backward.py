@@ -221,14 +221,20 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _written(node: Node) -> set[int]:
-    """The storages that a node changes in place, by its operator's schema."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
-        return set()
+def _aliased(node: Node) -> Iterator[tuple[Node, bool]]:
+    """The arguments whose memory a node returns or changes in place, and whether it changes it."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return
     named = {a.name: a.alias_info for a in node.target._schema.arguments}
     given = dict(zip(named, node.args, strict=False)) | node.kwargs
-    changed = [given[name] for name, info in named.items() if info and info.is_write]
-    return {s for argument in changed for other in nodes_in(argument) for s in _storages(other)}
+    for name, info in named.items():
+        for other in nodes_in(given.get(name)) if info else ():
+            yield other, bool(info and info.is_write)
+
+
+def _written(node: Node) -> set[int]:
+    """The storages that a node changes in place, by its operator's schema."""
+    return {s for other, is_write in _aliased(node) if is_write for s in _storages(other)}
 
 
 def _reasons_against(traced: GraphModule, module: nn.Module, cut: _Cut) -> Iterator[str]:
@@ -242,8 +248,13 @@ def _reasons_against(traced: GraphModule, module: nn.Module, cut: _Cut) -> Itera
     for node in [*cut.i, *cut.w]:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             yield f"its backward draws random numbers ({node.target})"
+    written = {storage for node in cut.f for storage in _written(node)}
+    changing = [node for node in cut.f if written & _storages(node)]
+    if any(other.op == "get_attr" for node in changing for other, _ in _aliased(node)):
+        # A mask that layers share is one, and would change with every microbatch.
+        yield "its forward changes a tensor in place that is no parameter or buffer"
     starts = {s for n in traced.graph.find_nodes(op="placeholder") for s in _storages(n)}
-    changed = {s for node in cut.f for s in _written(node)} & starts
+    changed = written & starts
     if any(_storages(node) & changed for kept in cut.kept() for node in kept):
         yield "its backward reads a parameter or buffer that its forward changes"
 

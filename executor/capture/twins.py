@@ -1,13 +1,15 @@
 """Tensors in the place of others, with the Python attributes of a parameter."""
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 Make = Callable[..., tuple[Any, ...]]
 
@@ -24,18 +26,53 @@ def made_once() -> Iterator[None]:
         _MADE.reset(token)
 
 
-def shared(make: Make) -> Make:
-    """A function like ``make`` that is called only once within a `made_once` context."""
+def shared(make: Make, *, of_inputs: bool) -> Make:
+    """A function like ``make`` that is called once within a `made_once` context.
+
+    Without ``of_inputs`` it makes tensors of sizes and buffers alone, which are the same for every
+    microbatch: they are kept until it is called with others, or one of them is changed in place.
+    """
+    own = _Kept(make)
 
     def made(*values: Any) -> tuple[Any, ...]:
         known = None if torch.compiler.is_compiling() else _MADE.get()
         if known is None:
             return make(*values)
         if made not in known:
-            known[made] = make(*values)
+            known[made] = make(*values) if of_inputs else own.made(values)
         return known[made]
 
     return made
+
+
+class _Kept:
+    """What a function has made last, and of what, each with the number of its changes in place."""
+
+    def __init__(self, make: Make) -> None:
+        self._make = make
+        self._last: tuple[tuple[Any, ...], list[int], tuple[Any, ...]] | None = None
+
+    def made(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What the function makes of ``values``."""
+        tensors = [one for one in values if isinstance(one, Tensor)]
+        if torch.is_inference_mode_enabled() or any(isinstance(one, FakeTensor) for one in tensors):
+            return self._make(*values)
+        if self._last is not None:
+            of, versions, found = self._last
+            if all(map(_is_same, of, values)) and versions == _versions(of, found):
+                return found
+        with _disable_current_modes():  # in a trace it is a constant
+            found = self._make(*values)
+        self._last = values, _versions(values, found), found
+        return found
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other if isinstance(one, Tensor) else bool(one == other)
+
+
+def _versions(*groups: Iterable[Any]) -> list[int]:
+    return [one._version for group in groups for one in group if isinstance(one, Tensor)]
 
 
 Modules = TypeVar("Modules", bound=nn.Module | list[nn.Module] | tuple[nn.Module, ...])

@@ -125,7 +125,7 @@ class LayerRun:
 
 
 def times_of(runs: Sequence[LayerRun], machine: MeasuringMachine) -> list[LayerTimes]:
-    """Carry out a microbatch of both ways by layers in a row, as a stage of them does.
+    """Carry out a microbatch of both ways by layers in a row, as in a run.
 
     The weights of one layer are then no longer in the caches when those of the others were used. A
     layer without pieces is whole both times.

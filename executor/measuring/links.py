@@ -307,7 +307,8 @@ def _exchange_seconds(size: int, products: int) -> float:
     start = time.perf_counter()
     for i in range(EXCHANGES):
         if size:
-            messages.expect(received[i], [torch.empty_like(message)], (rank - 1) % ranks, i)
+            room = torch.empty_like(message)
+            messages.expect(received[i], room, [room], (rank - 1) % ranks, i)
         _compute(matrix, products)
         if size:
             messages.post(sent[i], message.detach().contiguous(), (rank + 1) % ranks, i)

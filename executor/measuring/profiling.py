@@ -1,18 +1,20 @@
 """Measure a model's costs layer by layer on one device.
 
-Every layer runs on the outputs of the layers before it. On a CPU as many as a stage has run in a
-row, forwards and then backwards in reverse, since the others drive a layer's weights out of the
-caches; on a GPU each alone, which needs less memory. Timed are its forward and its whole backward
-(B) by autograd, and its forward and the two parts of its backward (I and W) by the pieces that a
-run makes of it, which may take longer. A cost has one forward, the first: I takes up how much
-longer or shorter the forward by pieces is, or W how much longer where no input has a gradient. Of a
-layer without pieces I is B, as in a run. B and W add to gradients that are there, as in every
-microbatch but the first. Rounds over all layers are repeated and medians taken, so that a
-disturbance of the machine affects all layers equally. With one thread of a CPU processor time is
-measured, which other processes do not affect; otherwise elapsed time. On a GPU it is that between
-events in its stream: nothing waits for a layer, as in a run (`MeasuringMachine.timed`). Masks and
+Every layer runs on the outputs of the layers before it. On a CPU all run in a row, forwards and
+then backwards in reverse: before its backward, the other layers and microbatches of a rank drive a
+layer's weights and what it saved out of the caches. On a GPU each runs alone, which needs less
+memory. Timed are its forward and its whole backward (B) by autograd, and its forward and the two
+parts of its backward (I and W) by the pieces that a run makes of it, which may take longer. A cost
+has one forward, the first: I takes up how much longer or shorter the forward by pieces is, or W how
+much longer where no input has a gradient. Of a layer without pieces I is B, as in a run. B and W
+add to gradients that are there, as in every microbatch but the first. Rounds over all layers are
+repeated and medians taken, so that a disturbance of the machine affects all layers equally. With
+one thread of a CPU processor time is measured, which other processes do not affect; otherwise
+elapsed time. On a GPU it is that between events in its stream: nothing waits for a layer, as in a
+run (`MeasuringMachine.timed`). Masks and
 positions that several layers make of the same inputs are made in the first of them, as in a stage
-(`made_once`); a stage that begins later makes them again, which no layer's time includes.
+(`made_once`); a stage that begins later makes them again, which no layer's time includes. Those of
+sizes and buffers alone are made before the rounds that count, as before a run's second microbatch.
 
 ``saved_bytes`` counts every storage that autograd keeps once, without parameters and buffers. A
 tensor that two neighbouring layers keep is counted in both, because a cut between them makes two
@@ -32,7 +34,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from stagewright.executor.capture.layers import LayeredModel
@@ -96,7 +97,7 @@ def measure_layers(
             runs = runs_of(
                 models[size], _first(inputs, size), _first(targets, size), loss, autocast
             )
-            together = _in_a_row(len(runs), machine.device)
+            together = len(runs) if machine.device.type == "cpu" else 1
             rows = [runs[i : i + together] for i in range(0, len(runs), together)]
             seconds = np.empty((WARM_UP + rounds, len(model), 5))
             for i in range(len(seconds)):
@@ -146,12 +147,6 @@ def first_batch(batches: Any, *, keywords: bool = False) -> Any:
         what = "nothing" if first is None else f"a {type(first).__name__}"
         raise InputError(f"the data's first mini-batch is {what}, not a pair (inputs, targets)")
     return first[0], first[1]
-
-
-def _in_a_row(layers: int, device: torch.device) -> int:
-    """As many layers as a stage has if each rank that measures has one; on a GPU one."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    return -(-layers // ranks) if device.type == "cpu" else 1
 
 
 # The optimizer

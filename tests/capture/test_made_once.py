@@ -36,10 +36,14 @@ class Block(nn.Module):
 
 
 class Language(nn.Module):
-    """A mask from the tokens (0 is padding), waves from a buffer, and blocks that read both."""
+    """A mask, waves from a buffer, and blocks that read both.
 
-    def __init__(self) -> None:
+    Where tokens are ``padded`` with 0, the mask is made of them, else of sizes alone.
+    """
+
+    def __init__(self, padded: bool) -> None:
         super().__init__()
+        self.padded = padded
         self.embedding = nn.Embedding(TOKENS, WIDTH)
         self.register_buffer("rate", torch.rand(WIDTH))
         self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
@@ -49,7 +53,7 @@ class Language(nn.Module):
         positions = torch.arange(tokens.shape[1])
         causal = torch.ones(len(positions), len(positions), dtype=torch.bool).tril()
         itself = positions[None, :] == positions[:, None]
-        mask = causal & ((tokens > 0)[:, None, :] | itself)
+        mask = causal & ((tokens > 0)[:, None, :] | itself) if self.padded else causal
         waves = torch.cos(positions[:, None] * self.rate)
         x = self.embedding(tokens)
         for block in self.blocks:
@@ -72,9 +76,9 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def language() -> nn.Module:
+def language(padded: bool) -> nn.Module:
     torch.manual_seed(0)
-    return Language()
+    return Language(padded)
 
 
 def batch(seed: int) -> dict[str, Tensor]:
@@ -104,8 +108,8 @@ def plan(stages: int, recompute: Any = "none", pieces: bool = False) -> Any:
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
-def trained(how: Any) -> tuple[dict[str, Tensor], list[float], Counter[str]]:
-    executor = Executor(how, language(), None, SGD, example=batch(0), device="cpu")
+def trained(how: Any, padded: bool = True) -> tuple[dict[str, Tensor], list[float], Counter[str]]:
+    executor = Executor(how, language(padded), None, SGD, example=batch(0), device="cpu")
     losses = [executor.step(batch(i)) for i in range(3)]
     with Calls() as calls:
         losses.append(executor.step(batch(3)))
@@ -121,12 +125,20 @@ def test_every_stage_makes_masks_once_a_pass(stages: int, recompute: Any) -> Non
     assert counts["aten.cos.default"] == passes
 
 
+@pytest.mark.parametrize("how", [plan(4), plan(2, "layer")])
+def test_what_is_made_of_sizes_is_made_in_the_first_microbatches_alone(how: Any) -> None:
+    *_, counts = trained(how, padded=False)
+    assert counts["aten.tril.default"] == 0
+    assert counts["aten.softmax.int"] + counts["aten.addmm.default"] > 0  # it did run
+
+
+@pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize(
     "how", [plan(1), plan(4), plan(2, "full"), plan(2, "layer"), plan(2, pieces=True)]
 )
-def test_what_is_trained_is_what_a_plain_loop_trains(how: Any) -> None:
-    found, losses, _ = trained(how)
-    model = language()
+def test_what_is_trained_is_what_a_plain_loop_trains(how: Any, padded: bool) -> None:
+    found, losses, _ = trained(how, padded)
+    model = language(padded)
     optimizer = SGD(model.parameters())
     for i, loss in enumerate(losses):
         optimizer.zero_grad()
@@ -149,7 +161,7 @@ def test_a_pass_ends() -> None:
         calls.append(one)
         return (one,)
 
-    once: Callable[..., Any] = shared(made)
+    once: Callable[..., Any] = shared(made, of_inputs=True)
     with made_once():
         assert once(1) == once(1) == (1,)
         with made_once():
@@ -157,3 +169,34 @@ def test_a_pass_ends() -> None:
         assert once(1) == (1,)
     assert once(3) == (3,)
     assert calls == [1, 2, 3]
+
+
+def test_what_is_kept_is_made_again_of_others_and_after_changes() -> None:
+    calls: list[int] = []
+
+    def made(count: int, buffer: Tensor) -> tuple[Tensor]:
+        calls.append(count)
+        return (buffer[:count] + 1,)
+
+    once, buffer = shared(made, of_inputs=False), torch.zeros(4)
+
+    def taken(count: int, of: Tensor) -> Tensor:
+        with made_once():
+            (found,) = once(count, of)
+            return found
+
+    first = taken(3, buffer)
+    assert taken(3, buffer) is first
+    taken(2, buffer)
+    taken(2, buffer.clone())
+    assert calls == [3, 2, 2]
+    buffer.fill_(5)  # a buffer is changed
+    second = taken(2, buffer)
+    buffer.fill_(6)
+    assert taken(2, buffer).tolist() == [7, 7]
+    assert second.tolist() == [6, 6]
+    taken(2, buffer).mul_(0)  # a layer changes what it was given
+    assert taken(2, buffer).tolist() == [7, 7]
+    with torch.inference_mode():
+        assert taken(2, buffer).is_inference()
+    assert not taken(2, buffer).is_inference()

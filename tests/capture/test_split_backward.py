@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks import split_backward
 from stagewright.executor.capture.split_backward import split_layer
 from stagewright.executor.capture.split_layer import CannotSplit, SplitLayer
+from stagewright.executor.capture.twins import shared
 from stagewright.graphs.documents.errors import InputError
 
 SEED = 7
@@ -554,9 +555,21 @@ def moving_average(layer: Layer, x: Tensor) -> Tensor:
     return x * layer.seen
 
 
+KEPT = torch.zeros(6)
+TRIANGLE = shared(lambda size: (torch.ones(size, size).tril(),), of_inputs=False)
+
+
+def test_what_is_made_of_sizes_is_a_constant_of_the_pieces():
+    layer = Layer(lambda m, x: m.a(x) @ TRIANGLE(x.shape[1])[0], a=nn.Linear(6, 6))
+    pieces = split_layer(layer, [torch.ones(3, 6)], [True])
+    assert pieces.f.graph.find_nodes(op="call_function", target=torch.ops.aten.tril.default) == []
+    check(layer, [torch.ones(3, 6)], [True])
+
+
 @pytest.mark.parametrize(
     ("compute", "parts", "reason"),
     [
+        (lambda m, x: x + KEPT[2:3].add_(1), {}, "changes a tensor in place that is no"),
         (lambda m, x: x if x.sum() > 0 else -x, {}, "data"),
         (lambda m, x: (x, 3), {}, "output 1 is a int, not a tensor"),
         (lambda m, x: x * WEIGHT, {"a": LINEAR}, "reads a.weight past its name"),

@@ -24,6 +24,7 @@ from torch.nn import functional as F  # noqa: E402, N812
 
 from stagewright.executor.capture.tracing import capture  # noqa: E402
 from stagewright.executor.export import export  # noqa: E402
+from stagewright.executor.training.interpreter.exchange import message_of  # noqa: E402
 from stagewright.executor.training.interpreter.last_stage import NonFiniteLoss  # noqa: E402
 from stagewright.executor.training.model_checks import warn_of_divided_loss  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
@@ -801,3 +802,25 @@ def test_torchs_own_runtime_gets_the_same_gradients(ranks: Ranks, tmp_path: Any)
         results = ranks.run(run_both, 2, plan, own, batch, str(path))
         found, gradients = results[0]
         require_equal({name: before[name] - value for name, value in found.items()}, gradients)
+
+
+def test_tensors_of_all_types_pass_in_one_message() -> None:
+    sent = [
+        torch.tensor([True, False, True]),
+        torch.randn(3, 5, dtype=torch.float64).T,
+        torch.empty(0, 4),
+        torch.tensor(7),
+        torch.randn(2, 2, dtype=torch.complex64),
+        torch.randn(9).to(torch.bfloat16),
+    ]
+    layouts = [(tuple(one.shape), one.dtype) for one in sent]
+    (message, rooms), (received, taken) = (
+        message_of(layouts, torch.device("cpu")) for _ in range(2)
+    )
+    for room, one in zip(rooms, sent, strict=True):
+        room.copy_(one)
+    received.copy_(message)
+    for room, one in zip(taken, sent, strict=True):
+        assert torch.equal(room, one)
+        assert room.data_ptr() % 64 == 0 or room.numel() == 0
+    assert message_of([], torch.device("cpu"))[0].numel() == 0

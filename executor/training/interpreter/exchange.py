@@ -3,6 +3,7 @@
 Sends and receives are asynchronous: a computation waits for what it needs and for nothing else.
 """
 
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
@@ -121,6 +122,27 @@ class Boundary:
         ]
 
 
+Layout = tuple[tuple[int, ...], torch.dtype]
+"""Shape and type of a tensor."""
+
+_ALIGNED = 64  # bytes, as kernels expect of a tensor's memory
+
+
+def message_of(layouts: Sequence[Layout], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """Memory of one message for several tensors, and these tensors.
+
+    One message costs ranks the time of one, however many tensors pass between their stages.
+    """
+    spans, stop = [], 0
+    for shape, dtype in layouts:
+        start = -(-stop // _ALIGNED) * _ALIGNED
+        stop = start + math.prod(shape) * dtype.itemsize
+        spans.append(slice(start, stop))
+    message = torch.empty(stop, dtype=torch.uint8, device=device)
+    pairs = zip(spans, layouts, strict=True)
+    return message, [message[span].view(dtype).view(shape) for span, (shape, dtype) in pairs]
+
+
 class Messages:
     """The messages of a rank in flight: received under the receiver's action, sent under the SEND.
 
@@ -139,15 +161,19 @@ class Messages:
         self._sent[action].append((group.send([value], peer, tag), value))
 
     def expect(
-        self, action: Action, rooms: list[Tensor | None], peer: int, tag: int, lane: int = 0
+        self,
+        action: Action,
+        message: Tensor,
+        values: list[Tensor | None],
+        peer: int,
+        tag: int,
+        lane: int = 0,
     ) -> None:
-        """Receive tensors from ``peer`` into ``rooms``, number i under ``tag + i``."""
+        """Receive ``message`` from ``peer``, unless it is empty; ``values`` are in its memory."""
         group, posted = self._place.group, time.perf_counter()
         assert group is not None
-        works = tuple(
-            group.recv([room], peer, tag + i) for i, room in enumerate(rooms) if room is not None
-        )
-        self._arrivals[action].append(Arrival(lane, rooms, peer, works, posted))
+        works = (group.recv([message], peer, tag),) if len(message) else ()
+        self._arrivals[action].append(Arrival(lane, values, peer, works, posted))
 
     def arrivals(self, action: Action) -> Sequence[Arrival]:
         """Values that ``action`` has received and that have not been taken yet."""
@@ -197,7 +223,6 @@ class StageExchange(Messages):
         super().__init__(rank)
         self._rank, self._iterations, self._boundaries = rank, iterations, boundaries
         self._count = iterations.count
-        self._tags = max((len(one.values) for one in boundaries), default=0)  # of a transfer
         self._sends = self._count_sends(stages)
         self._outgoing: dict[Action, _Outgoing] = {}
         self._older_sends: list[Action] = []
@@ -232,14 +257,11 @@ class StageExchange(Messages):
         below, above = (mine, theirs) if s == lower else (theirs, mine)
         span = boundary.passing(below, above, in_receiver=s != lower)
         chosen = [i for i, value in enumerate(boundary.values) if forth or value.gradient]
-        tag = (2 * (lower * self._count + m % self._count) + forth) * self._tags
+        layouts = [(boundary.shape(i, span[1] - span[0]), boundary.values[i].dtype) for i in chosen]
+        tag = 2 * (lower * self._count + m % self._count) + forth
         if action.kind in SENDS:
-            return partial(self._send, action, peer, boundary, span, chosen, tag)
-        shapes = [
-            (boundary.shape(i, span[1] - span[0]), value.dtype) if i in chosen else None
-            for i, value in enumerate(boundary.values)
-        ]
-        return partial(self._receive, action, peer, theirs, shapes, tag)
+            return partial(self._send, action, peer, boundary, span, chosen, layouts, tag)
+        return partial(self._receive, action, peer, theirs, chosen, layouts, tag)
 
     def _send(
         self,
@@ -248,6 +270,7 @@ class StageExchange(Messages):
         boundary: Boundary,
         span: tuple[int, int],
         chosen: Sequence[int],
+        layouts: Sequence[Layout],
         tag: int,
     ) -> None:
         action = self._iterations.moved(action)
@@ -256,24 +279,33 @@ class StageExchange(Messages):
         if outgoing.sends == 0:
             del self._outgoing[action]
         values = boundary.part(outgoing.values, *span)
-        for i in chosen:
-            one = values[i]
-            assert one is not None
-            self.post(action, one.detach().to(self._rank.wire).contiguous(), peer, tag + i)
+        given = [one.detach() for i in chosen if (one := values[i]) is not None]
+        assert len(given) == len(chosen)
+        if len(given) == 1:
+            whole = given[0].to(self._rank.wire).contiguous()
+            message = whole.view(-1).view(torch.uint8)
+        else:
+            message, rooms = message_of(layouts, self._rank.wire)
+            for room, one in zip(rooms, given, strict=True):
+                room.copy_(one)
+        if len(message):
+            self.post(action, message, peer, tag)
 
     def _receive(
         self,
         action: Action,
         peer: int,
         lane: int,
-        shapes: Sequence[tuple[tuple[int, ...], torch.dtype] | None],
+        chosen: Sequence[int],
+        layouts: Sequence[Layout],
         tag: int,
     ) -> None:
-        rooms = [
-            None if one is None else torch.empty(one[0], dtype=one[1], device=self._rank.wire)
-            for one in shapes
-        ]
-        self.expect(self._iterations.moved(action), rooms, peer, tag, lane)
+        lower = action.stage if action.kind is RECV_B else action.stage - 1
+        values: list[Tensor | None] = [None] * len(self._boundaries[lower].values)
+        message, rooms = message_of(layouts, self._rank.wire)
+        for i, room in zip(chosen, rooms, strict=True):
+            values[i] = room
+        self.expect(self._iterations.moved(action), message, values, peer, tag, lane)
 
     # Values of computations
 

@@ -342,7 +342,8 @@ class OperatorInterpreter:
 
     def _receive(self, value: Value, layout: TensorLayout, peer: int, tag: int) -> None:
         action = Action(value[0], RECEIVE, value[1])
-        self._messages.expect(action, [layout.room(self._place.wire)], peer, tag)
+        room = layout.room(self._place.wire)
+        self._messages.expect(action, room, [room], peer, tag)
 
     def _arrive(self, value: Value) -> None:
         """Wait for a value, if it is not here already."""

@@ -44,6 +44,7 @@ class ShardedComputation(StageComputation):
             inputs = tuple(one.detach() for one in outputs)
         return inputs
 
+    @made_once()
     def backward(self, microbatch: int, output_gradients: Gradients) -> Gradients:
         """The whole backward: gradients of the stage's inputs; parts of the weights' are added."""
         flight = self._flights.pop(microbatch)

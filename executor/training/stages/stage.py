@@ -209,6 +209,7 @@ class StageComputation:
                 inputs = self._layer(i, inputs, seed)
         return inputs
 
+    @made_once()
     def backward(self, microbatch: int, output_gradients: Gradients) -> Gradients:
         """The whole backward: gradients of the stage's inputs; the weights' are summed up."""
         flight = self._flights.pop(microbatch)
