@@ -9,7 +9,7 @@ import typer
 from benchmarks import (
     anchored,
     any_model,
-    auto,
+    anytime,
     backprop,
     backprop_run,
     cloud,
@@ -88,7 +88,7 @@ BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
     "periodic": periodic.tables,
     "madpipe": madpipe.tables,
     "madpipe_steps": madpipe_steps.tables,
-    "auto": auto.tables,
+    "anytime": anytime.tables,
     "policies": policies.tables,
     "estimation": estimation.tables,
     "gavel": gavel.tables,
