@@ -65,8 +65,8 @@ PROMISES = {
 }  # fmt: skip
 """Relative gains of a doubling of a member's time, of all problems and of some kinds.
 
-Set from the courses of the members, each alone for 3 CPU seconds, on 11 drawn problems that are
-in no benchmark; see docs/benchmarks/pipelines.md.
+Set by hand from the courses of the members, each alone for 3 CPU seconds, on 11 drawn problems;
+docs/benchmarks/pipelines.md says how, and how well they do.
 """
 
 
