@@ -9,7 +9,7 @@ import typer
 from benchmarks import (
     anchored,
     any_model,
-    auto,
+    anytime,
     backprop,
     backprop_run,
     cloud,
@@ -89,7 +89,7 @@ BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
     "periodic": periodic.tables,
     "madpipe": madpipe.tables,
     "madpipe_steps": madpipe_steps.tables,
-    "auto": auto.tables,
+    "anytime": anytime.tables,
     "policies": policies.tables,
     "elastic": elastic.tables,
     "estimation": estimation.tables,

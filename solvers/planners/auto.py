@@ -1,9 +1,8 @@
 """The portfolio: run every planner within the limit, then improve the best plan."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from time import monotonic
+from time import monotonic, process_time
 
 import numpy as np
 
@@ -17,21 +16,32 @@ from stagewright.formulations.pipelines.grouped_stages import scheduling_of
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.formulations.plans.plan import Bound, Predicted, Stage
-from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT, SHARED_SPLIT, SHARED_WHOLE
+from stagewright.formulations.plans.plan import Bound, Predicted
+from stagewright.formulations.plans.plan_class import (
+    DISJOINT_SPLIT,
+    SHARED_SPLIT,
+    SHARED_WHOLE,
+    PlanClass,
+)
 from stagewright.formulations.plans.starts import starts_of, timetable_of
 from stagewright.solvers.pipelines.relaxation import FillAndDrain
 from stagewright.solvers.pipelines.scheduling import solve_schedule
-from stagewright.solvers.pipelines.servers.relaxation import server_bound
+from stagewright.solvers.pipelines.servers.relaxation import ServerBounds
 from stagewright.solvers.planners.balanced import plan_balanced
 from stagewright.solvers.planners.exact import improve_exactly
-from stagewright.solvers.planners.general import plan_general
-from stagewright.solvers.planners.grouped import plan_grouped
+from stagewright.solvers.planners.general import StructureSearch
+from stagewright.solvers.planners.grouped import GroupedSearch
 from stagewright.solvers.planners.published import plan_published
 from stagewright.solvers.planners.replanning import replan
-from stagewright.solvers.planners.servers import plan_servers
+from stagewright.solvers.planners.servers import PackingSearch
 from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.planners.steps import planner
+from stagewright.solvers.planners.steps.members import (
+    FIRST_TURN,
+    Member,
+    PlanWithin,
+    promises_of,
+)
 from stagewright.solvers.planners.steps.proposal import (
     Attempt,
     Choices,
@@ -39,20 +49,18 @@ from stagewright.solvers.planners.steps.proposal import (
     NoPlan,
     Proposal,
     class_of_proposal,
+    cost_of,
 )
 from stagewright.solvers.planners.structures.refine import refine
 from stagewright.solvers.planners.structures.reordering import reorder
 from stagewright.solvers.planners.structures.uniform import plan_uniformly
 
-_PlanWithin = Callable[[Limits], Proposal | NoPlan]
-_Step = tuple[str, _PlanWithin, Callable[[], bool], float]
-"""A name, what plans, whether it is wanted, and its share of the time that is left."""
-
-_MANY_DEVICES = 64  # with more, to check a plan may take longer than SPP
 _GOOD_ENOUGH = 1e-6  # relative gap
-_OF_GIVEN = 0.7, 0.3, 1.0  # most of a short limit; of a long one a share, and seconds
 FULL = 0.5  # share of a device's memory above which recomputation may pay off
 EQUAL = 1e-9  # relative; plans whose costs differ by less are equally good
+_OF_GIVEN = 0.7, 0.3, 1.0  # most of a short limit; of a long one a share, and seconds
+_ENDED = 0.5  # share of its turn; a search that used less has ended by itself
+_LEAST = 1e-3  # CPU seconds; less is not divided by
 
 
 def plan_auto(
@@ -63,14 +71,17 @@ def plan_auto(
 ) -> Proposal | NoPlan:
     """The best checked plan of the portfolio within ``limits.seconds``.
 
-    A given plan is the first candidate. Then come balanced pipelines on equal groups of devices, so
-    that there is a plan early, published schedules, and a search over stages that share groups of
-    devices. What can only find plans of disjoint split stages is left out where a bound proves that
-    these are slower: SPP, the relaxed plans of servers (the first few of them early, as they are
-    often the best), a search on the stages of the best of these plans, and CP-SAT on its schedule.
-    The rest is for the order of stages that share devices, a search over all finite plans, one on
-    the stages and the order of its plan, a bound on the plans that share devices if that is best,
-    and the exact joint planner. The order of the best plan is solved whenever it has new stages.
+    A given plan is the first candidate, then balanced pipelines on equal groups of devices, so that
+    there is a plan early. All other members search in turns: published schedules, stages that share
+    groups of devices, servers, SPP, all finite plans, large neighbourhoods of the best plan, the
+    order of its computations, a bound on its class, and the exact joint planner. What can only find
+    plans of disjoint split stages is left out where a bound proves that these are slower.
+
+    A turn is measured in CPU seconds, so that the plan depends little on what else the machine
+    does. It is as long as all turns of the member before it: a search that starts anew in every
+    turn spends half of its time on what is new. The next turn is that of the member with the most
+    expected gain per second (:meth:`.Member.expected`). A search that has ended by itself is asked
+    again only if it begins with the best plan and there is another one.
     """
     portfolio = _Portfolio(problem, limits, on_progress, choices=choices or Choices())
     if portfolio.choices.start is not None:
@@ -81,48 +92,50 @@ def plan_auto(
             portfolio.consider("bound of given", portfolio.bound, portfolio.left() / 2)
     if portfolio.has_time():
         portfolio.consider("balanced", portfolio.balance, limits.seconds / 3)
-    many = len(problem.cluster) > _MANY_DEVICES
-    published: _Step = ("published", portfolio.publish, portfolio.has_time, 1 / 4)
-    first: _Step = ("servers, at first", portfolio.pack, portfolio.is_open, 1 / 8)
-    grouped: _Step = ("grouped", portfolio.group, portfolio.has_time, 1 / 4)
-    spp: _Step = ("spp", portfolio.split, portfolio.is_unsettled, 1 / 3)
-    for name, step, is_wanted, share in (
-        *((spp, published, grouped) if many else (published, first, grouped, spp)),
-        ("spp, recomputing", portfolio.recompute, portfolio.is_short_of_memory, 1 / 4),
-        ("servers", portfolio.pack, portfolio.is_plain, 1 / 4),
-        ("refined", portfolio.refine, portfolio.is_open, 1 / 8),
-        ("cp-sat schedule", portfolio.reschedule, portfolio.is_open, 1 / 3),
-        ("grouped, ordered", portfolio.order, portfolio.is_unordered, 1 / 3),
-        ("bound", portfolio.bound, portfolio.is_general, 0.4),
-        ("general", portfolio.search, portfolio.has_time, 0.6),
-        ("general, refined", portfolio.climb, portfolio.is_general, 1 / 4),
-        ("general, ordered", portfolio.order, portfolio.is_unordered, 1 / 3),
-        ("bound, on", portfolio.bound, portfolio.is_general, 1 / 3),
-        ("exact", portfolio.prove, portfolio.is_unsettled, 1.0),
-        ("general, on", portfolio.search, portfolio.has_much_time, 0.8),
-        ("ordered", portfolio.order, portfolio.is_unordered, 1.0),
-    ):
-        if is_wanted():
-            portfolio.consider(name, step, portfolio.left() * share)
+    portfolio.promise()
+    while (member := portfolio.next()) is not None:
+        portfolio.take_turn(member)
     return portfolio.answer()
 
 
 @dataclass
 class _Portfolio(planner.PlanSearch):
-    """The best plan so far, and the attempts of all planners."""
+    """The members, the best plan so far, and the attempts of all planners."""
 
     choices: Choices = field(kw_only=True)
-    proposals: list[Proposal] = field(default_factory=list)
+    proposals: dict[str, Proposal] = field(default_factory=dict)  # the last one of each member
     fullest: float = 1.0
     plain: Proposal | None = None  # the best of disjoint split stages
     plain_cost: float = math.inf
-    ordered: set[tuple[Stage, ...]] = field(default_factory=set)  # whose schedules were solved
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: dict[str, Attempt] = field(default_factory=dict)
     refusals: dict[str, NoPlan] = field(default_factory=dict)
+    cpu_began: float = field(default_factory=process_time)
 
     def __post_init__(self) -> None:
         self.relaxation = FillAndDrain(self.problem)
         self.predicted = self.checking = planner.checking_seconds(self.problem)
+        self.structures = StructureSearch(
+            self.problem, self.limits, self.on_progress, self.choices.any_mode
+        )
+        self.groups = GroupedSearch(self.problem, self.limits, self.on_progress)
+        self.packing = PackingSearch(self.problem, self.limits, self.on_progress)
+        self.relaxations: dict[PlanClass, ServerBounds] = {}
+        self.climbs = 0
+        self.members = tuple(
+            Member(name, run, is_wanted, follows)
+            for name, run, is_wanted, follows in (
+                ("published", self.publish, self.has_time, False),
+                ("servers", self.pack, self.is_open, False),
+                ("grouped", self.group, self.has_time, True),
+                ("general", self.search, self.has_time, True),
+                ("spp", self.split, self.is_unsettled, False),
+                ("spp, recomputing", self.recompute, self.is_short_of_memory, False),
+                ("refined", self.climb, self.has_plan, True),
+                ("bound", self.bound, self.is_general, True),
+                ("ordered", self.order, self.has_plan, True),
+                ("exact", self.prove, self.is_unsettled, False),
+            )
+        )
 
     def left(self) -> float:
         """The seconds left for a search whose plan is then checked."""
@@ -138,7 +151,56 @@ class _Portfolio(planner.PlanSearch):
             and not self.relaxation.proves(self.cost * (1 - _GOOD_ENOUGH))
         )
 
-    def consider(self, name: str, run: _PlanWithin, seconds: float) -> None:
+    def promise(self) -> None:
+        """Tell the members what is expected of them."""
+        promises = promises_of(self.problem, self.best is not None)
+        for member in self.members:
+            member.promise = promises[member.name]
+
+    def next(self) -> Member | None:
+        """The member whose turn is next; None at the end."""
+        if self.cost <= self.structures.enough * (1 + _GOOD_ENOUGH):
+            return None  # no finite plan is faster
+        wanted = [one for one in self.members if not one.is_over(self.cost) and one.is_wanted()]
+        return max(wanted, key=Member.expected, default=None)
+
+    def low(self) -> float:
+        """The best bound on the class of the best plan that members have proved."""
+        if self.best is None:
+            return self.structures.enough
+        plans = class_of_proposal(self.best)
+        known = [one for one in self.best.bounds if one.scope == "problem"]
+        return max(
+            (one.seconds for one in known if one.plans.contains(plans)),
+            default=self.structures.enough,
+        )
+
+    def take_turn(self, member: Member) -> None:
+        """Let a member search for as long as all its turns before, and note its gain."""
+        cost, low, cpu = self.cost, self.low(), process_time()
+        turn = max(member.spent, FIRST_TURN + self.predicted)
+        seconds = min(turn * self._seconds_per_cpu_second(), self.left())
+        since = monotonic()
+        self.consider(member.name, member.run, seconds)
+        is_over = monotonic() - since < _ENDED * seconds
+        spent = process_time() - cpu
+        member.spent += spent
+        member.ended = self.cost if is_over else None
+        member.gain = self._gain(cost, low) / max(spent, _LEAST)
+
+    def _gain(self, cost: float, low: float) -> float:
+        """The relative gain since there were a cost and a bound: 1 for the first plan."""
+        if math.isinf(cost) or cost == 0:
+            return float(self.cost < cost)
+        return 1 - self.cost / cost + max(0.0, self.low() - low) / cost
+
+    def _seconds_per_cpu_second(self) -> float:
+        """Wall seconds that a CPU second of this process has taken so far."""
+        wall, cpu = monotonic() - self.began, process_time() - self.cpu_began
+        return max(1.0, wall / cpu) if cpu > _LEAST else 1.0
+
+    def consider(self, name: str, run: PlanWithin, seconds: float) -> None:
+        """Run a search for at most ``seconds``, and keep its plan if it is the best."""
         since = monotonic()
         limits = replace(self.limits, seconds=min(seconds, self.left()))
         answer = run(limits)
@@ -149,23 +211,23 @@ class _Portfolio(planner.PlanSearch):
         if isinstance(answer, NoPlan):
             self.refusals[name] = answer
             status = Status.INFEASIBLE if answer.proved else Status.NO_ANSWER
-            self.attempts.append(Attempt(name, status, None, spent, answer.reason))
+            self._note(Attempt(name, status, None, spent, answer.reason))
             return
-        predicted = self._checked(name, answer)
-        cost = predicted.iteration_seconds
+        cost = cost_of(self.problem, answer)
         known = self.best.notes if self.best else ()
         notes = "; ".join(note for note in answer.notes if note not in known)
-        self.attempts.append(Attempt(name, Status.FEASIBLE, cost, spent, notes))
-        # A bound on a class of plans is valid for any plan; one on schedules only for its stages.
-        worse = answer
-        fullest = _fullest_share(self.problem, predicted)
-        self.proposals.append(answer)
-        best = self.best
-        if best is None or self._wins(answer, cost, fullest):
-            worse, best, self.fullest = best or answer, answer, fullest
-            self.keep(answer, cost)
+        self._note(Attempt(name, Status.FEASIBLE, cost, spent, notes))
+        self.proposals[name] = answer
         if cost < self.plain_cost and self._is_plain(answer):
             self.plain, self.plain_cost = answer, cost
+        # A bound on a class of plans is valid for any plan; one on schedules only for its stages.
+        worse, best = answer, self.best
+        if best is None or self._may_win(answer, cost):
+            predicted = self._checked(name, answer)
+            fullest = _fullest_share(self.problem, predicted)
+            if best is None or self._wins(answer, cost, fullest):
+                worse, best, self.fullest = best or answer, answer, fullest
+                self.keep(answer, cost)
         same = worse.stages == best.stages
         shared = [bound for bound in worse.bounds if same or bound.scope == "problem"]
         self.best = replace(best, bounds=tuple(dict.fromkeys([*best.bounds, *shared])))
@@ -179,17 +241,32 @@ class _Portfolio(planner.PlanSearch):
         assert plan.predicted is not None
         return plan.predicted
 
-    def _wins(self, answer: Proposal, cost: float, fullest: float) -> bool:
-        """Whether ``answer`` is faster; ties are broken by memory, then by the number of stages.
+    def _may_win(self, answer: Proposal, cost: float) -> bool:
+        """Whether ``answer`` has to be compared with the best plan, which needs a check."""
+        assert self.best is not None
+        same = answer.stages == self.best.stages and cost == self.cost
+        return cost <= self.cost * (1 + EQUAL) and not same
 
-        A full tie replaces the best plan, as the same plan may have further bounds.
-        """
+    def _wins(self, answer: Proposal, cost: float, fullest: float) -> bool:
+        """Whether ``answer`` is faster; ties are broken by memory, then by the number of stages."""
         assert self.best is not None
         if abs(cost - self.cost) > EQUAL * self.cost:
             return cost < self.cost
         if abs(fullest - self.fullest) > EQUAL:
             return fullest < self.fullest
-        return len(answer.stages) <= len(self.best.stages)
+        return len(answer.stages) < len(self.best.stages)
+
+    def _note(self, one: Attempt) -> None:
+        """Keep the last answer of a member, with its best cost and the seconds of all its turns."""
+        before = self.attempts.get(one.planner)
+        if before is not None:
+            costs = [cost for cost in (before.cost_seconds, one.cost_seconds) if cost is not None]
+            one = replace(
+                before if one.cost_seconds is None else one,
+                cost_seconds=min(costs, default=None),
+                wall_seconds=before.wall_seconds + one.wall_seconds,
+            )
+        self.attempts[one.planner] = one
 
     def begin(self, limits: Limits) -> Proposal | NoPlan:
         """The given plan on the present devices, improved."""
@@ -203,28 +280,25 @@ class _Portfolio(planner.PlanSearch):
         return plan_spp(self.problem, limits, self.on_progress)
 
     def pack(self, limits: Limits) -> Proposal | NoPlan:
-        return plan_servers(self.problem, limits, self.on_progress)
+        return self.packing.run(limits)
 
     def climb(self, limits: Limits) -> Proposal | NoPlan:
-        """A search on the stages of the best plan."""
-        if self.best is None:
-            return NoPlan("no plan to refine", proved=False)
+        """A search on the stages of the best plan, another one in every turn."""
+        assert self.best is not None
+        self.climbs += 1
+        limits = replace(limits, seed=limits.seed + self.climbs - 1)
         return refine(self.problem, self.best, limits, self.on_progress)
 
     def group(self, limits: Limits) -> Proposal | NoPlan:
         """A search over stages that share groups of devices."""
-        return plan_grouped(self.problem, self.proposals, limits, self.on_progress)
-
-    def reorder(self, limits: Limits) -> Proposal | NoPlan:
-        """A better order of the computations of the best plan."""
-        assert self.best is not None
-        self.ordered.add(self.best.stages)
-        return reorder(self.problem, self.best, limits, self.on_progress)
+        return self.groups.run(self.known(), limits)
 
     def order(self, limits: Limits) -> Proposal | NoPlan:
-        """A better order of the best plan, whose stages no other step has ordered."""
-        run = self.reorder if self.cost < self.plain_cost else self.reschedule
-        return run(limits)
+        """A better order of the computations of the best plan."""
+        assert self.best is not None
+        if self.cost < self.plain_cost:
+            return reorder(self.problem, self.best, limits, self.on_progress)
+        return self.reschedule(limits)
 
     def bound(self, limits: Limits) -> Proposal | NoPlan:
         """The best plan, with a bound on plans that share devices if the plan shares devices."""
@@ -232,7 +306,9 @@ class _Portfolio(planner.PlanSearch):
         plans = class_of_proposal(self.best)
         for known, name in ((SHARED_WHOLE, SHARED_SERVERS), (SHARED_SPLIT, SPLIT_SERVERS)):
             if known.contains(plans):
-                seconds = server_bound(self.problem, self.cost, limits.seconds, known)
+                if known not in self.relaxations:
+                    self.relaxations[known] = ServerBounds(self.problem, known)
+                seconds = self.relaxations[known].bound(self.cost, limits.seconds)
                 found = Bound(seconds, name, "problem", known)
                 return replace(self.best, bounds=(*self.best.bounds, found))
         return NoPlan("no relaxation of the class of this plan", proved=False)
@@ -241,24 +317,15 @@ class _Portfolio(planner.PlanSearch):
         """Whether the best plan is not one of disjoint split stages."""
         return self.best is not None and self.cost < self.plain_cost and self.has_time()
 
-    def is_plain(self) -> bool:
-        """Whether the best plan is one of disjoint split stages, which bounds allow to improve."""
-        return self.is_open() and self.cost >= self.plain_cost
-
     def is_unsettled(self) -> bool:
         """Whether the exact joint planner may find a better plan, or prove that there is none."""
         return self.is_open() or (self.best is None and self.has_time())
 
-    def is_unordered(self) -> bool:
-        """Whether the schedule of the best plan's stages was not solved yet."""
-        return self.best is not None and self.best.stages not in self.ordered and self.has_time()
-
     def has_time(self) -> bool:
         return self.left() > 0
 
-    def has_much_time(self) -> bool:
-        """Whether the exact joint planner was skipped or ended early."""
-        return self.best is not None and self.left() > self.limits.seconds / 20
+    def has_plan(self) -> bool:
+        return self.best is not None and self.has_time()
 
     def is_short_of_memory(self) -> bool:
         """Whether recomputation is allowed and the best plan nearly fills some device's memory."""
@@ -276,19 +343,17 @@ class _Portfolio(planner.PlanSearch):
         return plan_published(self.problem, self.cost, modes, limits, self.on_progress)
 
     def search(self, limits: Limits) -> Proposal | NoPlan:
-        return plan_general(self.problem, limits, self.on_progress, self.choices, self.proposals)
+        return self.structures.run(self.known(), limits)
 
-    def refine(self, limits: Limits) -> Proposal | NoPlan:
-        if self.plain is None:
-            return NoPlan("only split stages on disjoint devices are refined", proved=False)
-        return refine(self.problem, self.plain, limits, self.on_progress)
+    def known(self) -> list[Proposal]:
+        """The plans that other searches begin with: the last one of each member and the best."""
+        return [*self.proposals.values(), *([self.best] if self.best else [])]
 
     def reschedule(self, limits: Limits) -> Proposal | NoPlan:
-        if self.plain is None:
-            return NoPlan("only split stages on disjoint devices are rescheduled", proved=False)
+        """A better schedule of the best plan of disjoint split stages."""
+        assert self.plain is not None
         scheduling = scheduling_of(self.problem, self.plain.stages)
         assert scheduling is not None
-        self.ordered.add(self.plain.stages)
         known = timetable_of(self.plain.starts)
         solved = solve_schedule(scheduling, "optimal", limits, self.on_progress, known)
         assert solved.timetable is not None
@@ -305,7 +370,7 @@ class _Portfolio(planner.PlanSearch):
         return bool(whole) and scheduling_of(self.problem, answer.stages) is not None
 
     def answer(self) -> Proposal | NoPlan:
-        attempts = tuple(self.attempts)
+        attempts = tuple(self.attempts.values())
         if self.best is not None:
             return replace(self.best, attempts=attempts)
         # Only these two cover a class of plans; a baseline refuses only its own kind of plan.

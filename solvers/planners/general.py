@@ -86,14 +86,14 @@ def plan_general(
     reason = why_nothing_fits(problem)
     if reason is not None:
         return NoPlan(reason, plans=EVERY_PLAN)
-    asked = choices or Choices()
-    search = _StructureSearch(problem, limits, on_progress, asked.any_mode)
-    search.run(known)
-    return search.answer()
+    search = StructureSearch(problem, limits, on_progress, (choices or Choices()).any_mode)
+    return search.run(known, limits)
 
 
 @dataclass
-class _StructureSearch:
+class StructureSearch:
+    """Scores of structures and the best plan, kept from one run to the next."""
+
     problem: PipelineProblem
     limits: Limits
     on_progress: OnProgress
@@ -115,7 +115,9 @@ class _StructureSearch:
             if bound.plans.contains(EVERY_FINITE)
         )
 
-    def run(self, known: Sequence[Proposal]) -> None:
+    def run(self, known: Sequence[Proposal], limits: Limits) -> Proposal | NoPlan:
+        """Search on within ``limits``, also from the ``known`` plans."""
+        self.limits, self.began = limits, monotonic()
         self._begin_with(known)
         order = recursive_device_order(self.problem.cluster)
         seeds = [structure_of(one) for one in known]
@@ -129,8 +131,9 @@ class _StructureSearch:
         for start in dict.fromkeys([*self._promising(STARTS), *seeds]):
             self._climb(start)
         self._restart()
+        return self._answer()
 
-    def answer(self) -> Proposal | NoPlan:
+    def _answer(self) -> Proposal | NoPlan:
         if self.structure is None or self.starts is None:
             return NoPlan(self.reason, proved=False)
         notes = (f"{len(self.scores)} structures examined",)

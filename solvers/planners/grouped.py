@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from time import monotonic
 
 import numpy as np
 
-from stagewright.formulations.forms.answers import Limits, OnProgress
+from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.pipelines.bounds.stages import quick_bound
 from stagewright.formulations.pipelines.grouped_stages import GroupedStages, is_grouped, splits
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
@@ -41,60 +42,69 @@ TURNS = (1, 2, -1)  # of the groups of later rounds
 MOST = 0.5  # share of a stage's parameters for which a layer may be a stage of its own
 
 
-def plan_grouped(
-    problem: PipelineProblem, known: Sequence[Proposal], limits: Limits, on_progress: OnProgress
-) -> Proposal | NoPlan:
-    """The best plan found whose stages share groups of devices; never worse than the known ones."""
-    compile_row_kernels()
-    search = _GroupedSearch(problem, limits, on_progress)
-    search.run([one for one in known if _is_grouped(structure_of(one))])
-    if search.best is None:
-        return NoPlan("no stages on groups of devices were found to fit", proved=False)
-    return replace(search.best, notes=(f"{len(search.scores)} structures examined",))
-
-
 def _is_grouped(structure: Structure) -> bool:
     return is_grouped(structure.stages) and not any(one.offload for one in structure.stages)
 
 
 @dataclass
-class _GroupedSearch(PlanSearch):
-    scores: dict[Structure, float] = field(default_factory=dict)
+class GroupedSearch(PlanSearch):
+    """Scores of structures and the best plan, kept from one run to the next."""
 
-    def run(self, known: Sequence[Proposal]) -> None:
-        """Score seeds, then vary the best ones in turn."""
-        rng = random.Random(self.limits.seed)
+    scores: dict[Structure, float] = field(default_factory=dict)
+    bounds: dict[Structure, float] = field(default_factory=dict)  # of seeds
+    moves: dict[Structure, Iterator[Structure]] = field(default_factory=dict)  # of those varied
+    begun: set[Structure] = field(default_factory=set)  # all that were ever varied
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.limits.seed)
+
+    def run(self, every: Sequence[Proposal], limits: Limits) -> Proposal | NoPlan:
+        """The best plan found within ``limits``, never worse than the known ones on groups.
+
+        Seeds and these plans are scored, then the best ones are varied in turn.
+        """
+        compile_row_kernels()
+        self.limits, self.began = limits, monotonic()
+        known = [one for one in every if _is_grouped(structure_of(one))]
         for one in known:
             seconds = cost_of(self.problem, one)
             if seconds < self.cost:
                 self.best, self.cost = one, seconds
         self._score_all([*map(structure_of, known), *self._seeds()])
-        climbers = sorted(self.scores, key=self.scores.__getitem__)[:STARTS]
-        moves = {one: self._neighbours(one, rng) for one in climbers}
-        while moves and not self._over():
-            for start in list(moves):
-                self._vary(start, moves, rng)
+        every_seed = (*self.moves, *map(structure_of, known), *self.bounds)
+        new = [one for one in every_seed if one in self.moves or self._is_new(one)]
+        climbers = sorted(dict.fromkeys(new), key=self.scores.__getitem__)[:STARTS]
+        self.moves = {one: self.moves.get(one) or self._neighbours(one) for one in climbers}
+        self.begun.update(climbers)
+        while self.moves and not self._over():
+            for start in list(self.moves):
+                self._vary(start)
+        if self.best is None:
+            return NoPlan("no stages on groups of devices were found to fit", proved=False)
+        return replace(self.best, notes=(f"{len(self.scores)} structures examined",))
 
     def _score_all(self, seeds: Sequence[Structure]) -> None:
         """Score seeds for half of the time, those with the least bounds first."""
-        bounds: dict[Structure, float] = {}
         for seed in dict.fromkeys(seeds):
-            if not self._over():
-                bounds[seed] = self._bound(seed)
-        for seed in sorted(bounds, key=bounds.__getitem__):
-            if self.left() >= self.limits.seconds / 2:
+            if seed not in self.bounds and not self._over():
+                self.bounds[seed] = self._bound(seed)
+        for seed in sorted(self.bounds, key=self.bounds.__getitem__):
+            if seed not in self.scores and self.left() >= self.limits.seconds / 2:
                 self._score(seed, self.cost)
 
-    def _vary(
-        self, start: Structure, moves: dict[Structure, Iterator[Structure]], rng: random.Random
-    ) -> None:
+    def _is_new(self, one: Structure) -> bool:
+        """Whether the structure has a score and was never varied."""
+        return one in self.scores and one not in self.begun
+
+    def _vary(self, start: Structure) -> None:
         """Try the next neighbour of ``start``, which takes its place if it is better."""
-        found = next((one for one in moves[start] if one not in self.scores), None)
+        found = next((one for one in self.moves[start] if one not in self.scores), None)
         if found is None:
-            del moves[start]
+            del self.moves[start]
         elif self._score(found, self.scores[start]) < self.scores[start]:
-            del moves[start]
-            moves[found] = self._neighbours(found, rng)
+            del self.moves[start]
+            self.moves[found] = self._neighbours(found)
+            self.begun.add(found)
 
     def _over(self) -> bool:
         return self.left() <= 0
@@ -154,7 +164,7 @@ class _GroupedSearch(PlanSearch):
                 break
         return times
 
-    def _neighbours(self, structure: Structure, rng: random.Random) -> Iterator[Structure]:
+    def _neighbours(self, structure: Structure) -> Iterator[Structure]:
         """One change to the rounds, then to the cuts or the groups, in random order."""
         stages, is_split = structure.stages, any(structure.split)
         groups = list(dict.fromkeys(stage.devices for stage in stages))
@@ -181,7 +191,7 @@ class _GroupedSearch(PlanSearch):
             for group in groups
         ]
         changes += [partial(_joined, stages, s) for s in range(last)]
-        rng.shuffle(changes)
+        self.rng.shuffle(changes)
         for change in changes:
             changed = change()
             if changed is not None:

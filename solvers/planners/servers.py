@@ -141,8 +141,7 @@ def plan_servers(
     problem: PipelineProblem, limits: Limits, on_progress: OnProgress
 ) -> Proposal | NoPlan:
     """The best schedule of relaxed plans near the bound, then refined."""
-    search = _Packing(problem, limits, on_progress)
-    return search.run()
+    return PackingSearch(problem, limits, on_progress).run(limits)
 
 
 @dataclass
@@ -157,19 +156,22 @@ class _PackedCandidate:
 
 
 @dataclass
-class _Packing:
-    """The packed plans so far."""
+class PackingSearch:
+    """The packed plans so far and the relaxation, kept from one run to the next."""
 
     problem: PipelineProblem
     limits: Limits
     on_progress: OnProgress
     began: float = field(default_factory=monotonic)
     bound: float = 0.0
+    proof: str = SERVERS  # of the bound
     best: _PackedCandidate | None = None
     found: dict[tuple[StageChoice, ...], _PackedCandidate | None] = field(default_factory=dict)
 
-    def run(self) -> Proposal | NoPlan:
-        relaxed = ServerBounds(self.problem)
+    def run(self, limits: Limits) -> Proposal | NoPlan:
+        """Search on within ``limits``."""
+        self.limits, self.began = limits, monotonic()
+        relaxed = self._relaxed
         self.bound = relaxed.bound(math.inf, _BOUND_SHARE * self._left(), self._consider)
         steps = _STEP_SHARE * self.limits.seconds * STEPS_PER_SECOND
         for i in range(1, STEPS + 1):
@@ -179,12 +181,13 @@ class _Packing:
                 self._consider(level, plan)
         if self.best is not None:
             self._schedule()
-        bounds = [Bound(self.bound, SERVERS, "problem", DISJOINT_SPLIT)]
+        bounds = [Bound(self.bound, self.proof, "problem", DISJOINT_SPLIT)]
         if not self._is_settled() and self._left() > 0:
             cost = self.best.seconds if self.best else math.inf
             seconds = _TREE_SHARE * self._left()
             self.bound = relaxed.branch(cost, seconds, self._consider, self.limits.stop)
-            bounds.append(Bound(self.bound, RELAXED_TREE, "problem", DISJOINT_SPLIT))
+            self.proof = RELAXED_TREE
+            bounds.append(Bound(self.bound, self.proof, "problem", DISJOINT_SPLIT))
         if self.best is None:
             return NoPlan("no relaxed plan fits into the servers", False, tuple(bounds))
         self._schedule()
@@ -238,6 +241,10 @@ class _Packing:
 
     def _left(self) -> float:
         return self.limits.left(monotonic() - self.began)
+
+    @cached_property
+    def _relaxed(self) -> ServerBounds:
+        return ServerBounds(self.problem)
 
     @cached_property
     def _ranks(self) -> Ints:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from profiles import slow_after
 
-from benchmarks import auto, madpipe, partition, periodic, pipedream, report, spp
+from benchmarks import anytime, madpipe, partition, periodic, pipedream, report, spp
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.patterns.pattern_problems import static_bytes
 from stagewright.formulations.plans.memory import kept_bytes
@@ -282,19 +282,26 @@ def test_merged_layers_are_the_same_network():
 
 
 @pytest.mark.slow
-def test_auto_plans_an_example():
-    (table,) = auto.tables(quick=True)
-    seconds, bound, every = (
-        table.columns.index(name) for name in ("auto s", "bound s", "bound on every plan s")
-    )
-    for row in table.rows:
-        assert 0 < row[every] <= row[bound] <= row[seconds]
+def test_the_course_of_an_instance_goes_down_to_its_bound():
+    now, both = anytime.tables(quick=True)
+    assert len(now.rows) == 2
+    assert [row[0] for row in both.rows] == ["before"] * 3 + ["now"] * 3
+    for row in now.rows:
+        first, *_, last = (float(cell) for cell in row[anytime.GAPS :])
+        assert 0 <= last <= first <= 100
 
 
-def test_examples_pair_profiles_with_clusters_of_their_devices():
-    names = [(chain.name, cluster.name) for chain, cluster in auto.pairs()]
-    assert ("bert-large", "dgx1") in names
-    assert len(names) == len(set(names)) == 18
+def test_anytime_has_sixty_instances_of_every_size():
+    sizes = {len(problem.cluster) for problem in anytime.instances().values()}
+    assert len(anytime.instances()) == 60
+    assert (min(sizes), max(sizes)) == (4, 1024)
+
+
+def test_integrals_of_a_course():
+    """No plan for 1 s, twice the best for 4 s, then the best and its bound for 5 s."""
+    course = anytime.Course(((0.0, None, 1.0), (1.0, 4.0, 1.0), (5.0, 2.0, 2.0)))
+    assert course.integrals(best=2.0) == pytest.approx((0.1 + 0.4 * 0.5, 0.5 * 0.5))
+    assert [course.gap(seconds) for seconds in (0.5, 1.0, 9.0)] == [1.0, 0.75, 0.0]
 
 
 def test_every_table_of_results_is_on_one_page():

@@ -16,7 +16,8 @@ from stagewright.solvers.pipelines.partition import passes as partition
 from stagewright.solvers.pipelines.relaxation import FillAndDrain, relaxed_load_bound
 from stagewright.solvers.planners import auto, balanced, exact, general, spp
 from stagewright.solvers.planners.baselines import pipedream
-from stagewright.solvers.planners.steps.proposal import NoPlan, Proposal
+from stagewright.solvers.planners.steps.members import Member
+from stagewright.solvers.planners.steps.proposal import Choices, NoPlan, Proposal, cost_of
 from stagewright.solvers.planners.structures import refine
 from stagewright.solvers.planning import plan
 
@@ -139,3 +140,78 @@ def test_the_bound_of_the_relaxation_follows_the_first_plan_of_its_class():
     assert with_plan.objective == tightened.objective
     assert tightened.plans.contains(result.plans) or result.plans.contains(tightened.plans)
     assert tightened.bound <= result.bound * (1 + 1e-9)
+
+
+class TestTurns:
+    """The portfolio with members that take all of their turns, on two clocks set by hand."""
+
+    @pytest.fixture
+    def run(self, monkeypatch):
+        """The names of the turns, and the members, at so many wall seconds per CPU second."""
+
+        def run(
+            seconds: float,
+            promises: dict[str, float],
+            rate: float = 1.0,
+            ends: tuple[str, ...] = (),
+            finds: tuple[str, ...] = (),
+        ) -> tuple[list[str], dict[str, Member]]:
+            problem, now, turns = small_problem(), [0.0], list[str]()
+            monkeypatch.setattr(auto, "monotonic", lambda: now[0] * rate)
+            monkeypatch.setattr(auto, "process_time", lambda: now[0])
+            monkeypatch.setattr(auto.planner, "ACTION_SECONDS", 0.0)
+            portfolio = auto._Portfolio(
+                problem, Limits(seconds), silent, 0.0, choices=Choices(), cpu_began=0.0
+            )
+            better = spp.plan_spp(problem, Limits(), silent)
+            known = balanced.plan_balanced(problem, Limits(), silent)
+            assert cost_of(problem, better) < cost_of(problem, known)
+            portfolio.consider("balanced", lambda limits: known, 1.0)
+            now[0] += 0.05
+
+            def member(name: str) -> Member:
+                def search(limits: Limits) -> Proposal | NoPlan:
+                    turns.append(name)
+                    now[0] += limits.seconds / rate * (0.1 if name in ends else 1.0)
+                    return better if turns.count(name) == 2 and name in finds else NoPlan("no")
+
+                return Member(name, search, portfolio.has_time, name < "f", promises[name])
+
+            portfolio.members = tuple(member(name) for name in promises)
+            while (following := portfolio.next()) is not None:
+                portfolio.take_turn(following)
+            return turns, {one.name: one for one in portfolio.members}
+
+        return run
+
+    def test_times_without_gain_are_in_proportion_to_the_promises(self, run):
+        promises = {"a": 0.08, "b": 0.04, "c": 0.01}
+        turns, members = run(100.0, promises)
+        assert turns[:2] == ["a", "a"]
+        assert sum(one.spent for one in members.values()) == pytest.approx(100.0, rel=0.01)
+        for one in members.values():  # a turn doubles its time, the last one may be cut
+            share = one.spent / 100.0 * sum(promises.values()) / promises[one.name]
+            assert 0.4 <= share <= 2.5
+
+    def test_turns_are_the_same_on_a_busy_machine(self, run):
+        promises = {"a": 0.08, "b": 0.05, "c": 0.01}
+        turns, _ = run(20.0, promises)
+        later, same = run(80.0, promises, rate=4.0)
+        assert later[: len(turns) - 1] == turns[:-1]
+        assert sum(one.spent for one in same.values()) == pytest.approx(20.0, rel=0.2)
+
+    def test_a_member_that_gains_goes_on(self, run):
+        turns, _ = run(10.0, {"a": 0.05, "b": 0.04}, finds=("b",))
+        second = [i for i, name in enumerate(turns) if name == "b"][1]
+        assert turns[second + 1] == "b"
+
+    def test_a_search_that_ended_is_asked_again_if_it_begins_with_another_plan(self, run):
+        """Searches named before f begin with the best plan."""
+        turns, _ = run(10.0, {"a": 0.08, "z": 0.07, "b": 0.04}, ends=("a", "z"), finds=("b",))
+        assert turns.count("z") == 1
+        assert turns.count("a") == 2
+        assert turns.index("a", 1) > [i for i, name in enumerate(turns) if name == "b"][1]
+
+    def test_the_end_comes_when_all_have_ended(self, run):
+        turns, _ = run(1000.0, {"a": 0.08, "z": 0.07}, ends=("a", "z"))
+        assert turns == ["a", "z"]

@@ -17,7 +17,7 @@ from stagewright.formulations.plans.plan_class import SHARED_SPLIT
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.planners.general import plan_general
-from stagewright.solvers.planners.grouped import plan_grouped
+from stagewright.solvers.planners.grouped import GroupedSearch
 from stagewright.solvers.planners.steps.proposal import Choices, NoPlan, Proposal, class_of_proposal
 from stagewright.solvers.planners.steps.proposal import cost_of as cost
 
@@ -31,7 +31,7 @@ def test_plans_are_valid_and_never_slower(data):
     problem = data.draw(hard_problem(4, 4, 4))
     given_plan = plan_general(problem, Limits(0.05), silent, Choices("auto", True))
     known = [given_plan] if isinstance(given_plan, Proposal) else []
-    found = plan_grouped(problem, known, Limits(0.1), silent)
+    found = GroupedSearch(problem, Limits(0.1), silent).run(known, Limits(0.1))
     if isinstance(found, NoPlan):
         assert not found.proved
         return
@@ -53,7 +53,9 @@ def test_a_loop_in_two_directions_is_found():
         "loop", "by hand", 1, tuple(Layer(f"l{i}", MB, (cost_of_layer,)) for i in range(4))
     )
     cluster = uniform_servers(2, 1, Link(1e15), Link(1e15), memory_bytes=1000 * MB)
-    found = plan_grouped(PipelineProblem(chain, cluster, 4), [], Limits(2.0), silent)
+    found = GroupedSearch(PipelineProblem(chain, cluster, 4), Limits(2.0), silent).run(
+        [], Limits(2.0)
+    )
     assert isinstance(found, Proposal)
     # Each device computes for 24 s; the second one begins after the first layer.
     assert cost(PipelineProblem(chain, cluster, 4), found) <= 25.0 + 1e-6
@@ -65,6 +67,6 @@ def test_rounds_turn_and_a_large_all_reduce_is_hidden():
     model = stagewright.load_model(EXAMPLES / "profiles" / "bert-large.v100.json")
     cluster = stagewright.load_cluster(EXAMPLES / "clusters" / "v100-8x4.json")
     problem = PipelineProblem(model, cluster, 8)
-    found = plan_grouped(problem, [], Limits(30.0), silent)
+    found = GroupedSearch(problem, Limits(30.0), silent).run([], Limits(30.0))
     assert isinstance(found, Proposal)
     assert cost(problem, found) < 0.127

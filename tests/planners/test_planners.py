@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from balanced import balanced_partitions
@@ -86,7 +87,7 @@ class TestEveryPlanner:
         assert (result.status is Status.OPTIMAL) == (gap <= TICKS)
 
     @pytest.mark.parametrize("planner", PLANNERS)
-    def test_every_attempt_is_checked_once_and_the_answer_once(self, planner, monkeypatch):
+    def test_what_may_be_the_answer_is_checked_once_and_the_answer_once(self, planner, monkeypatch):
         checked = []
         once = checking.read_times
 
@@ -101,7 +102,12 @@ class TestEveryPlanner:
         result = plan(small_problem(), planner, limits, watch)
         attempts = [one for one in result.attempts if one.cost_seconds is not None]
         assert result.plan is not None
-        assert len(checked) == len(attempts) + 1
+        if planner == "auto":  # of the answers of its turns, those that may be the best
+            seconds = [one.predicted.iteration_seconds for one in checked]
+            assert len(seconds) >= 2
+            assert all(b <= a * (1 + 1e-9) for a, b in pairwise(seconds))
+        else:
+            assert len(checked) == len(attempts) + 1
         assert checked[-1] == result.plan
 
     @pytest.mark.covering
@@ -210,10 +216,10 @@ class TestInfeasible:
             chain(3, parameters=GB, saved=2 * GB), servers(1, 2, memory=5.5 * GB), 2
         )
         result = plan(problem, "auto", LIMITS)
-        assert [attempt.planner for attempt in result.attempts] == [
+        assert {attempt.planner for attempt in result.attempts} == {
             "balanced", "published", "grouped",
             "spp", "spp, recomputing", "general", "exact",
-        ]  # fmt: skip
+        }  # fmt: skip
         assert all(attempt.reason for attempt in result.attempts)
         assert "bytes short" in result.reason
 

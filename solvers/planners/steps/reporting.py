@@ -48,7 +48,8 @@ from stagewright.solvers.planners.steps.proposal import (
     class_of_proposal,
 )
 
-SHARE = 0.1  # of the time limit, for the passes of the relaxation
+SHARE = 0.1  # of the time limit, for the passes of the relaxation; of the time so far, for one
+_SHORT = 0.03  # seconds for a bound that is reported early
 
 
 class ClassBounds:
@@ -77,16 +78,17 @@ class ClassBounds:
         for plans, seconds in bounds:
             self._reported[plans] = max(seconds, self._reported.get(plans, 0.0))
 
-    def relaxed(self, plans: PlanClass, cost: float) -> tuple[Bound, ...]:
+    def relaxed(self, plans: PlanClass, cost: float, most: float = math.inf) -> tuple[Bound, ...]:
         """The relaxations' bounds, at most ``cost``, on their smallest class with ``plans``.
 
-        Passes for which no time is left are left out.
+        Passes for which no time is left are left out; each bound takes at most ``most`` seconds.
         """
         smallest = next((one for one, _, _ in self._relaxed if one.contains(plans)), None)
         found = []
         for known, name, relaxation in self._relaxed:
             if known == smallest:
                 with self._spending() as seconds:
+                    seconds = min(seconds, most)
                     found.append(Bound(relaxation.bound(cost, seconds), name, "problem", known))
         return tuple(found)
 
@@ -175,7 +177,8 @@ class Reporter:
     def _tighten(self) -> None:
         """Report a better bound on the class of the best plan, if the relaxation has one."""
         known = self.bounds.best(self.plans, self.best_cost)
-        self.bounds.relaxed(self.plans, self.best_cost)
+        most = max(_SHORT, SHARE * (monotonic() - self.began))  # the search waits meanwhile
+        self.bounds.relaxed(self.plans, self.best_cost, most)
         if self.bounds.best(self.plans, self.best_cost) > known:
             self.report()
 

@@ -1,0 +1,83 @@
+"""Members of a portfolio, which search in turns, and what was learnt of them.
+
+A portfolio divides its time by what its members gain (cf. Gagliolo and Schmidhuber, Learning
+dynamic algorithm portfolios, Annals of Mathematics and Artificial Intelligence 2006).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from stagewright.formulations.forms.answers import Limits
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.solvers.planners.steps.proposal import NoPlan, Proposal
+
+PlanWithin = Callable[[Limits], Proposal | NoPlan]
+FIRST_TURN = 0.1  # CPU seconds of a member's first turn; each turn is as long as all before it
+
+
+@dataclass(eq=False)
+class Member:
+    """A search of the portfolio.
+
+    Attributes
+    ----------
+    follows
+        Whether the search begins with the best plan.
+    promise
+        Relative gain that is expected of each doubling of its time.
+    gain
+        Relative gain in cost and bound per CPU second of its last turn.
+    spent
+        CPU seconds of all its turns.
+    ended
+        The cost for which its last search ended by itself.
+    """
+
+    name: str
+    run: PlanWithin
+    is_wanted: Callable[[], bool]
+    follows: bool
+    promise: float = 0.0
+    gain: float = 0.0
+    spent: float = 0.0
+    ended: float | None = None
+
+    def expected(self) -> float:
+        """Expected gain per CPU second of the next turn, which is as long as all before it.
+
+        A member that gains goes on. If none does, their times are in proportion to their promises.
+        """
+        return max(self.gain, self.promise / (FIRST_TURN + self.spent))
+
+    def is_over(self, cost: float) -> bool:
+        """Whether its search ended by itself, and has nothing new to begin with."""
+        return self.ended is not None and (not self.follows or self.ended == cost)
+
+
+PROMISES = {
+    "": {
+        "published": 0.15, "servers": 0.1, "grouped": 0.25, "general": 0.1, "refined": 0.03,
+        "bound": 0.025, "spp": 0.02, "spp, recomputing": 0.05, "ordered": 0.05, "exact": 0.005,
+    },
+    "few samples": {"general": 0.16, "spp": 0.03, "published": 0.05, "grouped": 0.03},
+    "many devices": {"servers": 0.12, "spp": 0.1, "published": 0.08},
+    "no balanced plan": {"published": 0.4, "spp": 0.2, "spp, recomputing": 0.15},
+}  # fmt: skip
+"""Relative gains of a doubling of a member's time, of all problems and of some kinds.
+
+Set by hand from the courses of the members, each alone for 3 CPU seconds, on 11 drawn problems;
+docs/benchmarks/pipelines.md says how, and how well they do.
+"""
+
+
+def promises_of(problem: PipelineProblem, has_plan: bool) -> dict[str, float]:
+    """The promises of all members, by what the problem is like and whether there is a plan yet."""
+    samples = int(problem.replicas_per_layer.max())
+    promises = dict(PROMISES[""])
+    if len(problem.cluster) >= 2 * len(problem.chain):
+        promises |= PROMISES["many devices"]
+    if samples <= 2 and problem.microbatches >= 8 * samples:  # round-robin replicas win
+        promises |= PROMISES["few samples"]
+    if not has_plan:
+        promises |= PROMISES["no balanced plan"]
+    return promises
