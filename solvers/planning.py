@@ -35,7 +35,7 @@ from stagewright.solvers.planners import (
 from stagewright.solvers.planners.baselines import dp, gpipe, hetpipe, pipedream
 from stagewright.solvers.planners.periodic import asynchronous, madpipe, one_f_one_b_star
 from stagewright.solvers.planners.periodic.search import require_periodic
-from stagewright.solvers.planners.steps.canonical import canonical_forms
+from stagewright.solvers.planners.steps.canonical import canonical_forms, proposed
 from stagewright.solvers.planners.steps.planner import (
     Planner,
     checking_seconds,
@@ -214,12 +214,12 @@ def plan(
     if reason is not None:
         nothing = NoPlan(reason, plans=EVERY_PLAN)
         return _refused(problem, planner, nothing, limits, monotonic() - began)
-    bounded, form = canonical_forms(problem, proposer)
-    known = ClassBounds(bounded, limits.seconds)
+    forms = canonical_forms(problem, proposer)
+    known = ClassBounds(forms.bounded, limits.seconds)
     make_plan = partial(certified_plan, problem, planner, known)
     report = reporting(known, on_progress, proposer.options.period_seconds, make_plan, target)
-    searched = _search_limits(form, limits, target, began)
-    answer = proposer.propose(form, asked, searched, report)
+    searched = _search_limits(forms.whole, limits, target, began)
+    answer = proposed(proposer, forms, asked, searched, report)
     if isinstance(answer, NoPlan):
         if answer.proved or first.proposal is None:
             return _refused(problem, planner, answer, limits, monotonic() - began)
@@ -265,12 +265,13 @@ def _first_plan(
     """The portfolio's plan while kernels are compiled; its bounds need none."""
     if planner.name != auto.PLANNER.name:
         return FirstPlan(problem, on_progress, target, None)
-    bounded, form = canonical_forms(problem, planner)
+    forms = canonical_forms(problem, planner)
 
     def certified(made: Proposal) -> PipelinePlan:
-        return certified_schedule(problem, planner.name, ClassBounds(bounded, seconds=0.0), made)
+        bounds = ClassBounds(forms.bounded, seconds=0.0)
+        return certified_schedule(problem, planner.name, bounds, made)
 
-    return FirstPlan(form, on_progress, target, certified)
+    return FirstPlan(forms.able, on_progress, target, certified)
 
 
 def _stopped(

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from plans import small_problem
 from profiles import examples
 from strategies import hard_problem, random_cluster
 
@@ -180,3 +181,34 @@ def fits(
         return False
     structure = Structure.whole(stages)
     return misfit(problem, structure, work_of(problem, structure)[0]) is None
+
+
+def test_a_negligible_device_does_not_spoil_the_plan(counting_clock):
+    """A device of a kind that is 100 times slower; the bound stays one on all devices."""
+    problem = small_problem(layers=6, devices=4)
+    layers = problem.chain.layers
+    slow = tuple(
+        replace(
+            one,
+            costs=(*one.costs, *(
+                replace(
+                    cost,
+                    device_kind="old",
+                    forward_seconds=100 * cost.forward_seconds,
+                    backward_seconds=100 * cost.backward_seconds,
+                )
+                for cost in one.costs if cost.device_kind == "fast"
+            )),
+        )
+        for one in layers
+    )  # fmt: skip
+    problem = replace(problem, chain=replace(problem.chain, layers=slow))
+    alone = plan(problem, "general", Limits(0.05))
+    cluster = with_useless(problem.cluster)
+    device = replace(cluster.devices[0], memory_bytes=16e9, kind="old")
+    changed = replace(problem, cluster=replace(cluster, devices=(device, *cluster.devices[1:])))
+    found = plan(changed, "general", Limits(0.08))
+    assert device.name in found.reason
+    assert found.cost <= alone.cost * 1.001
+    assert found.bound <= alone.bound * (1 + 1e-9)
+    assert "refuted" not in {one.verdict for one in verdicts(changed, found.plan)}
