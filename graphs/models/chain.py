@@ -16,6 +16,7 @@ from stagewright.graphs.documents.units import require_amount
 
 FORMAT: Literal["stagewright-model"] = "stagewright-model"
 VERSION: Literal[1] = 1
+MAX_LAYER_BYTES = 1e18  # an exabyte
 MAX_LAYER_SECONDS = 1e5  # a day per layer and microbatch: the times must be in milliseconds
 
 
@@ -69,9 +70,7 @@ class LayerCost:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
             if isinstance(value, float | int):
-                require_amount(value, name)
-                if name.endswith("_seconds") and value > MAX_LAYER_SECONDS:
-                    raise InputError(f"{name} is {value:g} s for one microbatch: times are seconds")
+                _require_cost(value, name)
                 if name.endswith("_share"):
                     require_kernel_share(value, name)
 
@@ -108,6 +107,15 @@ class LayerCost:
         return self.input_gradient_seconds + self.weight_gradient_seconds
 
 
+def _require_cost(value: float, name: str) -> None:
+    """Refuse what no layer takes: a microbatch of a day, sizes whose sums are no numbers."""
+    require_amount(value, name)
+    if name.endswith("_seconds") and value > MAX_LAYER_SECONDS:
+        raise InputError(f"{name} is {value:g} s for one microbatch: times are seconds")
+    if name.endswith("_bytes") and value > MAX_LAYER_BYTES:
+        raise InputError(f"{name} is {value:g} bytes: are the sizes in bytes?")
+
+
 @documents.record
 class Layer:
     """One layer: its parameters and costs, one entry per tensor degree, device kind and size.
@@ -126,7 +134,7 @@ class Layer:
             raise InputError(
                 f"layer {self.name!r}: min_samples must be at least 1, got {self.min_samples}"
             )
-        require_amount(self.parameter_bytes, f"layer {self.name!r}: parameter_bytes")
+        _require_cost(self.parameter_bytes, f"layer {self.name!r}: parameter_bytes")
         if not self.costs:
             raise InputError(f"layer {self.name!r} has no costs")
         measured = [(cost.degree, cost.device_kind, cost.microbatch_size) for cost in self.costs]

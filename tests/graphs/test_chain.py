@@ -165,6 +165,7 @@ FIRST_COST = ("layers", 0, "costs", 0)
         ((*FIRST_COST, "forward_ms"), 3, r"layers\[0\]\.costs\[0\]\.forward_ms: unknown field"),
         ((*FIRST_COST, "forward_seconds"), -1, r"forward_seconds must be finite and not negative"),
         ((*FIRST_COST, "forward_seconds"), 1e6, "times are seconds"),
+        ((*FIRST_COST, "output_bytes"), 1e308, "are the sizes in bytes"),
         ((*FIRST_COST, "forward_seconds"), "fast", r"forward_seconds: .*got 'fast'"),
         ((*FIRST_COST, "update_seconds"), -1, r"update_seconds must be finite and not negative"),
         (("layers", 0, "min_samples"), 0, "min_samples must be at least 1, got 0"),

@@ -254,7 +254,7 @@ def test_a_period_out_of_all_proportion_is_refused():
 def test_models_without_time_and_absurd_sizes_are_refused():
     with pytest.raises(InputError, match="take no time"):
         plan(problem_of(rows_of((0, 0, 1e6, 1e6, 1e6)), 2, 1e9), "madpipe", choices=ALONE)
-    chain = rows_of((1, 1, 1e24, 1e24, 1e6))
+    chain = rows_of((1, 1, 1e18, 1e18, 1e6))
     with pytest.raises(InputError, match="are the sizes in bytes"):
         plan(problem_of(chain, 2, 1e30), "madpipe", choices=ALONE)
 
