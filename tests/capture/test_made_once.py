@@ -117,7 +117,7 @@ def trained(how: Any, padded: bool = True) -> tuple[dict[str, Tensor], list[floa
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("stages", [1, 4])
 def test_every_stage_makes_masks_once_a_pass(stages: int, recompute: Any) -> None:
     *_, counts = trained(plan(stages, recompute))
     passes = MICROBATCHES * stages * (1 if recompute == "none" else 2)
@@ -125,19 +125,19 @@ def test_every_stage_makes_masks_once_a_pass(stages: int, recompute: Any) -> Non
     assert counts["aten.cos.default"] == passes
 
 
-@pytest.mark.parametrize("how", [plan(4), plan(2, "layer")])
-def test_what_is_made_of_sizes_is_made_in_the_first_microbatches_alone(how: Any) -> None:
-    *_, counts = trained(how, padded=False)
-    assert counts["aten.tril.default"] == 0
-    assert counts["aten.softmax.int"] + counts["aten.addmm.default"] > 0  # it did run
-
-
-@pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize(
-    "how", [plan(1), plan(4), plan(2, "full"), plan(2, "layer"), plan(2, pieces=True)]
+    ("padded", "how"),
+    [
+        *((True, how) for how in (plan(4), plan(2, "full"), plan(2, "layer"))),
+        *((padded, plan(2, pieces=True)) for padded in (True, False)),
+        *((False, how) for how in (plan(4), plan(2, "layer"))),
+    ],
 )
-def test_what_is_trained_is_what_a_plain_loop_trains(how: Any, padded: bool) -> None:
-    found, losses, _ = trained(how, padded)
+def test_what_is_trained_is_what_a_plain_loop_trains(padded: bool, how: Any) -> None:
+    found, losses, counts = trained(how, padded)
+    if not padded and "0B0" in {entry.action for entry in how.actions}:
+        # What is made of sizes and buffers was made in the first step.
+        assert counts["aten.tril.default"] == counts["aten.cos.default"] == 0
     model = language(padded)
     optimizer = SGD(model.parameters())
     for i, loss in enumerate(losses):
