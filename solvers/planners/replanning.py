@@ -18,7 +18,7 @@ from stagewright.formulations.plans.plan import PipelinePlan, Stage
 from stagewright.formulations.plans.structure import Structure, misfit, work_of
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.structures.scheduling import best_schedule, rules_for
-from stagewright.solvers.planners.grouped import plan_grouped
+from stagewright.solvers.planners.grouped import GroupedSearch
 from stagewright.solvers.planners.steps.planner import PlanSearch
 from stagewright.solvers.planners.steps.proposal import Choices, NoPlan, Proposal, structure_of
 from stagewright.solvers.planners.steps.warm_start import warm_start
@@ -52,7 +52,7 @@ def replan(
             if search.left() > limits.seconds / 2:
                 known += _listed(problem, structure)
         left = replace(limits, seconds=max(0.0, search.left() - _REFINING * limits.seconds))
-        found = plan_grouped(problem, known, left, on_progress)
+        found = GroupedSearch(problem, left, on_progress).run(known, left)
         best = best if isinstance(found, NoPlan) else found
         notes = tuple(dict.fromkeys((*notes, *best.notes)))
     best = replace(best, notes=notes)
