@@ -37,9 +37,9 @@ from stagewright.solvers.planners.servers import PackingSearch
 from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.planners.steps import planner
 from stagewright.solvers.planners.steps.members import (
-    FIRST_TURN,
     Member,
     PlanWithin,
+    first_turn_of,
     promises_of,
 )
 from stagewright.solvers.planners.steps.proposal import (
@@ -122,7 +122,7 @@ class _Portfolio(planner.PlanSearch):
         self.relaxations: dict[PlanClass, ServerBounds] = {}
         self.climbs = 0
         self.members = tuple(
-            Member(name, run, is_wanted, follows)
+            Member(name, run, is_wanted, follows, first_turn_of(name, len(self.problem.cluster)))
             for name, run, is_wanted, follows in (
                 ("published", self.publish, self.has_time, False),
                 ("servers", self.pack, self.is_open, False),
@@ -178,7 +178,7 @@ class _Portfolio(planner.PlanSearch):
     def take_turn(self, member: Member) -> None:
         """Let a member search for as long as all its turns before, and note its gain."""
         cost, low, cpu = self.cost, self.low(), process_time()
-        turn = max(member.spent, FIRST_TURN + self.predicted)
+        turn = max(member.spent, member.first + self.predicted)
         seconds = min(turn * self._seconds_per_cpu_second(), self.left())
         since = monotonic()
         self.consider(member.name, member.run, seconds)

@@ -70,8 +70,9 @@ class GroupedSearch(PlanSearch):
             seconds = cost_of(self.problem, one)
             if seconds < self.cost:
                 self.best, self.cost = one, seconds
-        self._score_all([*map(structure_of, known), *self._seeds()])
-        every_seed = (*self.moves, *map(structure_of, known), *self.bounds)
+        starts = [self._of(one.stages, any(structure_of(one).split)) for one in known]
+        self._score_all([*starts, *self._seeds()])
+        every_seed = (*self.moves, *starts, *self.bounds)
         new = [one for one in every_seed if one in self.moves or self._is_new(one)]
         climbers = sorted(dict.fromkeys(new), key=self.scores.__getitem__)[:STARTS]
         self.moves = {one: self.moves.get(one) or self._neighbours(one) for one in climbers}

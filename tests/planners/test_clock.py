@@ -175,7 +175,7 @@ class TestTurns:
                     now[0] += limits.seconds / rate * (0.1 if name in ends else 1.0)
                     return better if turns.count(name) == 2 and name in finds else NoPlan("no")
 
-                return Member(name, search, portfolio.has_time, name < "f", promises[name])
+                return Member(name, search, portfolio.has_time, name < "f", promise=promises[name])
 
             portfolio.members = tuple(member(name) for name in promises)
             while (following := portfolio.next()) is not None:

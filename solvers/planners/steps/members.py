@@ -13,6 +13,10 @@ from stagewright.solvers.planners.steps.proposal import NoPlan, Proposal
 
 PlanWithin = Callable[[Limits], Proposal | NoPlan]
 FIRST_TURN = 0.1  # CPU seconds of a member's first turn; each turn is as long as all before it
+_LONGER = "servers", "spp"  # whose first plan takes longer on more devices
+_ANEW = "published", "spp", "spp, recomputing", "exact"  # which keep nothing from turn to turn
+_DEVICES, _MOST_TIMES = 16, 6  # a first turn for so many, and at most so many times as long
+_MANY = 64  # devices, from which SPP is the first to find what is good
 
 
 @dataclass(eq=False)
@@ -23,6 +27,8 @@ class Member:
     ----------
     follows
         Whether the search begins with the best plan.
+    first
+        CPU seconds of its first turn.
     promise
         Relative gain that is expected of each doubling of its time.
     gain
@@ -37,6 +43,7 @@ class Member:
     run: PlanWithin
     is_wanted: Callable[[], bool]
     follows: bool
+    first: float = FIRST_TURN
     promise: float = 0.0
     gain: float = 0.0
     spent: float = 0.0
@@ -46,8 +53,12 @@ class Member:
         """Expected gain per CPU second of the next turn, which is as long as all before it.
 
         A member that gains goes on. If none does, their times are in proportion to their promises.
+        One that begins anew does what it did before, and only then gains.
         """
-        return max(self.gain, self.promise / (FIRST_TURN + self.spent))
+        promised = self.promise / (self.first + self.spent)
+        if self.name in _ANEW:
+            return promised * self.first / (self.first + self.spent)
+        return max(self.gain, promised)
 
     def is_over(self, cost: float) -> bool:
         """Whether its search ended by itself, and has nothing new to begin with."""
@@ -56,12 +67,12 @@ class Member:
 
 PROMISES = {
     "": {
-        "published": 0.15, "servers": 0.1, "grouped": 0.25, "general": 0.1, "refined": 0.03,
+        "published": 0.7, "servers": 0.2, "grouped": 0.25, "general": 0.1, "refined": 0.03,
         "bound": 0.025, "spp": 0.02, "spp, recomputing": 0.05, "ordered": 0.05, "exact": 0.005,
     },
-    "few samples": {"general": 0.16, "spp": 0.03, "published": 0.05, "grouped": 0.03},
-    "many devices": {"servers": 0.12, "spp": 0.1, "published": 0.08},
-    "no balanced plan": {"published": 0.4, "spp": 0.2, "spp, recomputing": 0.15},
+    "few samples": {"general": 0.16, "spp": 0.03, "grouped": 0.03},
+    "many devices": {"servers": 0.9, "spp": 1.2, "published": 0.2},
+    "no balanced plan": {"published": 0.7, "spp": 0.2, "spp, recomputing": 0.15},
 }  # fmt: skip
 """Relative gains of a doubling of a member's time, of all problems and of some kinds.
 
@@ -70,11 +81,18 @@ docs/benchmarks/pipelines.md says how, and how well they do.
 """
 
 
+def first_turn_of(name: str, devices: int) -> float:
+    """CPU seconds in which a member finds a first plan on so many devices, about."""
+    if name == "published":
+        return 2.5 * FIRST_TURN  # it examines a list of schedules
+    return FIRST_TURN * (min(max(1.0, devices / _DEVICES), _MOST_TIMES) if name in _LONGER else 1.0)
+
+
 def promises_of(problem: PipelineProblem, has_plan: bool) -> dict[str, float]:
     """The promises of all members, by what the problem is like and whether there is a plan yet."""
     samples = int(problem.replicas_per_layer.max())
     promises = dict(PROMISES[""])
-    if len(problem.cluster) >= 2 * len(problem.chain):
+    if len(problem.cluster) > _MANY:
         promises |= PROMISES["many devices"]
     if samples <= 2 and problem.microbatches >= 8 * samples:  # round-robin replicas win
         promises |= PROMISES["few samples"]
