@@ -366,18 +366,22 @@ def _require_connected(cluster: Cluster) -> None:
 def _widest_paths(direct: Floats, latency: Floats) -> tuple[Floats, Floats]:
     """Bottleneck bandwidth and summed latency of the widest path between every two devices.
 
-    Pairs with a direct link use it; the others use Floyd-Warshall over (max, min).
+    Pairs with a direct link use it; the others use Floyd-Warshall over (max, min). Of several
+    widest paths it is the one of least latency, whatever the order of the devices.
     """
     linked = direct > 0
     np.fill_diagonal(linked, True)
-    wide = direct.copy()
-    np.fill_diagonal(wide, np.inf)
+    own = direct.copy()
+    np.fill_diagonal(own, np.inf)
     if linked.all():
-        return wide, latency
-    own, delay = wide.copy(), latency.copy()
+        return own, latency
+    wide, delay = own.copy(), latency.copy()
     for via in range(len(direct)):
-        through = np.minimum.outer(wide[:, via], wide[via])
-        better = through > wide
-        wide[better] = through[better]
-        delay[better] = np.add.outer(delay[:, via], delay[via])[better]
-    return np.where(linked, own, wide), np.where(linked, latency, delay)
+        np.maximum(wide, np.minimum.outer(wide[:, via], wide[via]), out=wide)
+    for width in np.unique(wide[~linked]):
+        least = np.where(own >= width, latency, np.inf)
+        for via in range(len(direct)):
+            np.minimum(least, np.add.outer(least[:, via], least[via]), out=least)
+        relayed = ~linked & (wide == width)
+        delay[relayed] = least[relayed]
+    return np.where(linked, own, wide), delay

@@ -1,4 +1,5 @@
 import json
+from itertools import pairwise, permutations
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from stagewright.graphs.documents.units import (
     parse_latency,
 )
 from stagewright.graphs.importers.machine_lists import nvidia_smi
+from stagewright.graphs.machines.canonical import reordered
 from stagewright.graphs.machines.cluster import (
     Cluster,
     Device,
@@ -91,6 +93,31 @@ def test_widest_paths_equal_brute_force(rows):
     linked = cluster.direct_bandwidth > 0
     assert (cluster.bandwidth[linked] == cluster.direct_bandwidth[linked]).all()
     assert (cluster.bandwidth[~linked] == wide[~linked]).all()
+
+
+@given(st.integers(3, 5), st.randoms(use_true_random=False))
+def test_of_the_widest_paths_that_of_least_latency_is_used(size, chance):
+    """Beside all paths one by one, and in another order of the devices."""
+    rows = [[chance.choice((None, 1e9, 2e9)) for _ in range(size)] for _ in range(size)]
+    late = [[float(chance.randint(0, 4)) for _ in range(size)] for _ in range(size)]
+    for v in range(size):  # a ring in both directions: connected
+        for w in ((v + 1) % size, (v - 1) % size):
+            rows[v][w] = rows[v][w] or 1e9
+    cluster = from_matrix(devices(size), rows, late)
+    for i, j in permutations(range(size), 2):
+        paths = [
+            list(pairwise((i, *inner, j)))
+            for count in range(size - 1)
+            for inner in permutations({*range(size)} - {i, j}, count)
+        ]
+        paths = [path for path in paths if all(rows[v][w] for v, w in path)]
+        if rows[i][j]:
+            paths = [[(i, j)]]
+        least = min((-min(rows[v][w] for v, w in p), sum(late[v][w] for v, w in p)) for p in paths)
+        assert (-cluster.bandwidth[i, j], cluster.latency[i, j]) == least
+    order = chance.sample(range(size), size)
+    other = reordered(cluster, order)
+    assert (other.latency == cluster.latency[np.ix_(order, order)]).all()
 
 
 @pytest.mark.parametrize(
