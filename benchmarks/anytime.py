@@ -150,22 +150,24 @@ class Course:
         return primal / SECONDS, dual / SECONDS
 
 
-CHILD = (
-    "import time; time.monotonic = time.perf_counter = time.process_time; "
-    "from benchmarks.anytime import child; child()"
-)
+def on_cpu_clock(module: str, call: str) -> str:
+    """What a call of a benchmark prints in a process of its own whose clocks count CPU seconds."""
+    program = (
+        "import time; time.monotonic = time.perf_counter = time.process_time\n"
+        f"import benchmarks.{module} as asked; asked.{call}"
+    )
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def course(name: str, planner: str, seconds: float) -> Course:
     """The course of a planner on an instance, in a process of its own."""
-    command = [sys.executable, "-c", CHILD, name, planner, str(seconds)]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    said = on_cpu_clock("anytime", f"child({name!r}, {planner!r}, {seconds})")
     return Course(tuple(tuple(step) for step in json.loads(said)))
 
 
-def child() -> None:
+def child(name: str, planner: str, seconds: float) -> None:
     """Write the steps of a planner as JSON; the arguments are those of :func:`course`."""
-    name, planner, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
     small = PipelineProblem(_profiled("vgg19"), _servers(1, 2), 2)
     plan(small, planner, Limits(0.3))  # loads the kernels
     problem = instances()[name]

@@ -16,11 +16,12 @@ from benchmarks.gavel_runs import DATA, HOUR, MISSING, SEED, SMALL, measured
 from benchmarks.report import Table
 from stagewright.executor.clusters.rules import ClusterRules
 from stagewright.executor.clusters.simulation import simulate_cluster
-from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem, problem_of
+from stagewright.formulations.clusters.allocation import AllocationProblem, problem_of
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.workloads.jobs import Job, Rate, Throughputs, Workload
 from stagewright.graphs.workloads.poisson import DISTRIBUTED, Arrivals
 from stagewright.graphs.workloads.pool import Accelerator, Pool, parse_pool
+from stagewright.service.clusters.allocating import policy_allocator
 from stagewright.solvers.clusters.policies import allocate, policy_named
 
 POLICIES = ("max-min", "finish-time-fairness", "makespan", "sjf", "fifo")
@@ -43,13 +44,7 @@ def jobs_of(jobs_per_hour: float, count: int, *, elastic: bool) -> tuple[Job, ..
 
 def hours(jobs: Sequence[Job], policy: str) -> Floats:
     """Completion times in hours, shape (jobs,)."""
-
-    def run(problem: AllocationProblem) -> Allocation:
-        found = allocate(problem, policy).allocation
-        assert found is not None
-        return found
-
-    rules = ClusterRules(fill=policy_named(policy).fills)
+    run, rules = policy_allocator(policy), ClusterRules(fill=policy_named(policy).fills)
     return simulate_cluster(jobs, measured(), parse_pool(SMALL), run, rules).durations() / HOUR
 
 

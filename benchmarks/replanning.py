@@ -6,8 +6,6 @@ of the machine change nothing.
 
 import json
 import random
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,6 +14,7 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
+from benchmarks.anytime import on_cpu_clock
 from benchmarks.report import Table, percent
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -147,10 +146,6 @@ def tables(quick: bool) -> list[Table]:
 
 
 def _measured(number: int, seconds: float, before: str) -> Sequence[Sequence[float]]:
-    program = (
-        "import time; time.monotonic = time.perf_counter = time.process_time\n"
-        f"from benchmarks.replanning import measure; measure({number}, {seconds}, {before!r})"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    found: Sequence[Sequence[float]] = json.loads(done.stdout)
+    said = on_cpu_clock("replanning", f"measure({number}, {seconds}, {before!r})")
+    found: Sequence[Sequence[float]] = json.loads(said)
     return found

@@ -107,7 +107,8 @@ class Mechanism:
         self._owed: dict[_Key, float] = {}
         self._last: dict[_Key, Assignment] = {}
         self._leased: dict[_Key, float] = {}  # seconds of the current leases
-        self._settled: Bools = np.zeros(1, dtype=bool)  # jobs that stay; the last is none's
+        self._staying: tuple[Bools, ...] = ()  # entries of each queue, of this round
+        self._settled: Bools = np.zeros(1, dtype=bool)  # their jobs; the last is none's
         self._ids: tuple[int, ...] = ()
         self._row: dict[int, int] = {}
         self._queues: tuple[_Queue, ...] = ()
@@ -236,9 +237,9 @@ class Mechanism:
         if self.shuffle is not None:
             self.shuffle.shuffle(order)
         taken = np.zeros(len(self._ids), dtype=bool)
+        self._staying = tuple(map(self._stays, self._queues))
         self._settled = np.zeros(len(self._ids) + 1, dtype=bool)
-        for queue in self._queues:
-            stays = self._stays(queue)
+        for queue, stays in zip(self._queues, self._staying, strict=True):
             self._settled[queue.first[stays]] = self._settled[queue.second[stays]] = True
         self._settled[-1] = False
         assigned: dict[int, list[Assignment]] = {}
@@ -254,7 +255,7 @@ class Mechanism:
         queue = self._queues[number]
         barred: set[int] = set()
         while True:
-            chosen = self._choose(queue, self.available(number), taken, barred)
+            chosen = self._choose(number, taken, barred)
             placed, failed = self._placed(number, queue, chosen)
             if not failed:
                 break
@@ -266,12 +267,12 @@ class Mechanism:
                 taken[queue.second[at]] = True
         return placed
 
-    def _choose(self, queue: _Queue, room: int, taken: Bools, barred: set[int]) -> list[int]:
+    def _choose(self, number: int, taken: Bools, barred: set[int]) -> list[int]:
         """Algorithm 2: entries by priority while they fit, no job twice."""
+        queue, stays, room = self._queues[number], self._staying[number], self.available(number)
         eligible = queue.alive & ~taken[queue.first] & ~((queue.second >= 0) & taken[queue.second])
         if not self.fill:
             eligible &= queue.share > 0
-        stays = self._stays(queue)
         others = ~self._settled[queue.first] & ~self._settled[queue.second]
         eligible = stays | (eligible & others)
         candidates = np.flatnonzero(eligible)
@@ -325,9 +326,8 @@ class Mechanism:
             self._lost[number],
         )
         classes: dict[tuple[bool, bool, int], list[int]] = {}
-        stays = self._stays(queue)
         for at in chosen:
-            classes.setdefault((not stays[at], *queue.sizes[at]), []).append(at)
+            classes.setdefault((not self._staying[number][at], *queue.sizes[at]), []).append(at)
         placed: list[Assignment] = []
         failed: set[int] = set()
         for (*_, size), members in sorted(classes.items()):

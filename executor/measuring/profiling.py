@@ -11,10 +11,10 @@ add to gradients that are there, as in every microbatch but the first. Rounds ov
 repeated and medians taken, so that a disturbance of the machine affects all layers equally. With
 one thread of a CPU processor time is measured, which other processes do not affect; otherwise
 elapsed time. On a GPU it is that between events in its stream: nothing waits for a layer, as in a
-run (`MeasuringMachine.timed`). Masks and
-positions that several layers make of the same inputs are made in the first of them, as in a stage
-(`made_once`); a stage that begins later makes them again, which no layer's time includes. Those of
-sizes and buffers alone are made before the rounds that count, as before a run's second microbatch.
+run (`MeasuringMachine.timed`). Masks and positions that several layers make of the same inputs are
+made in the first of them, as in a stage (`made_once`); a stage that begins later makes them again,
+which no layer's time includes. Those of sizes and buffers alone are made before the rounds that
+count, as before a run's second microbatch.
 
 ``saved_bytes`` counts every storage that autograd keeps once, without parameters and buffers. A
 tensor that two neighbouring layers keep is counted in both, because a cut between them makes two

@@ -5,6 +5,7 @@ A search whose ties are broken by position then gives them the same answer.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -14,7 +15,8 @@ from stagewright.graphs.machines.cluster import Cluster, Device, Links, MatrixLi
 MOST_BRANCHED = 64  # devices of a matrix; in larger ones equal devices keep their given order
 
 
-def canonical_order(cluster: Cluster) -> list[int]:
+@lru_cache(maxsize=8)  # a first plan and the search ask for it
+def canonical_order(cluster: Cluster) -> tuple[int, ...]:
     """The positions of the devices in canonical order; devices that are alike keep their order.
 
     With servers: by size and kinds of devices. With a matrix: by colour refinement (Weisfeiler and
@@ -23,7 +25,7 @@ def canonical_order(cluster: Cluster) -> list[int]:
     them set apart, that no symmetry maps to each other.
     """
     is_matrix = isinstance(cluster.links, MatrixLinks)
-    return _order_of_matrix(cluster) if is_matrix else _order_of_servers(cluster)
+    return tuple(_order_of_matrix(cluster) if is_matrix else _order_of_servers(cluster))
 
 
 def reordered(cluster: Cluster, order: Sequence[int]) -> Cluster:

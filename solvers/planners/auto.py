@@ -39,7 +39,7 @@ from stagewright.solvers.planners.steps import planner
 from stagewright.solvers.planners.steps.members import (
     Member,
     PlanWithin,
-    first_turn_of,
+    member_of,
     promises_of,
 )
 from stagewright.solvers.planners.steps.proposal import (
@@ -122,7 +122,7 @@ class _Portfolio(planner.PlanSearch):
         self.relaxations: dict[PlanClass, ServerBounds] = {}
         self.climbs = 0
         self.members = tuple(
-            Member(name, run, is_wanted, follows, first_turn_of(name, len(self.problem.cluster)))
+            member_of(name, run, is_wanted, follows, len(self.problem.cluster))
             for name, run, is_wanted, follows in (
                 ("published", self.publish, self.has_time, False),
                 ("servers", self.pack, self.is_open, False),

@@ -42,8 +42,9 @@ TURNS = (1, 2, -1)  # of the groups of later rounds
 MOST = 0.5  # share of a stage's parameters for which a layer may be a stage of its own
 
 
-def _is_grouped(structure: Structure) -> bool:
-    return is_grouped(structure.stages) and not any(one.offload for one in structure.stages)
+def can_vary(stages: Sequence[Stage]) -> bool:
+    """Whether the search takes such stages: on groups of devices, without offloading."""
+    return is_grouped(stages) and not any(one.offload for one in stages)
 
 
 @dataclass
@@ -65,7 +66,7 @@ class GroupedSearch(PlanSearch):
         """
         compile_row_kernels()
         self.limits, self.began = limits, monotonic()
-        known = [one for one in every if _is_grouped(structure_of(one))]
+        known = [one for one in every if can_vary(one.stages)]
         for one in known:
             seconds = cost_of(self.problem, one)
             if seconds < self.cost:
@@ -113,7 +114,7 @@ class GroupedSearch(PlanSearch):
     def _seeds(self) -> Iterator[Structure]:
         """Balanced pipelines on groups of devices, with split backwards where layers allow."""
         for seed in pipelines(self.problem, recursive_device_order(self.problem.cluster)):
-            if _is_grouped(seed):
+            if can_vary(seed.stages):
                 yield self._of(seed.stages, is_split=True)
 
     def _of(self, stages: Sequence[Stage], is_split: bool) -> Structure:

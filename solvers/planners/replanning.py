@@ -12,13 +12,13 @@ from itertools import pairwise
 import numpy as np
 
 from stagewright.formulations.forms.answers import Limits, OnProgress
-from stagewright.formulations.pipelines.grouped_stages import is_grouped, splits
+from stagewright.formulations.pipelines.grouped_stages import splits
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
 from stagewright.formulations.plans.structure import Structure, misfit, work_of
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.structures.scheduling import best_schedule, rules_for
-from stagewright.solvers.planners.grouped import GroupedSearch
+from stagewright.solvers.planners.grouped import GroupedSearch, can_vary
 from stagewright.solvers.planners.steps.planner import PlanSearch
 from stagewright.solvers.planners.steps.proposal import Choices, NoPlan, Proposal, structure_of
 from stagewright.solvers.planners.steps.warm_start import warm_start
@@ -46,7 +46,7 @@ def replan(
     if isinstance(best, NoPlan) or search.left() <= 0:
         return best
     notes = best.notes
-    if is_grouped(best.stages) and not any(one.offload for one in best.stages):
+    if can_vary(best.stages):
         known = [best]
         for structure in _spread(problem, best):
             if search.left() > limits.seconds / 2:

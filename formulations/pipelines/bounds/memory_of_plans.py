@@ -41,7 +41,7 @@ def memory_load_bound(problem: PipelineProblem) -> float:
     room = float(problem.memory_bytes.sum()) * (1 + MARGIN) - float(times.state_bytes.sum())
     prices = _prices(done.max(axis=0), held.min(axis=0))
     # Of a microbatch: what is held at this price, less the seconds done that need not be again.
-    kept = again = least = np.zeros(len(prices))
+    kept = least = np.zeros(len(prices))
     again = np.full(len(prices), np.inf)
     for l, bytes_in in enumerate(inputs):
         begun = np.minimum(again, kept + prices * bytes_in)

@@ -27,6 +27,8 @@ class Member:
     ----------
     follows
         Whether the search begins with the best plan.
+    anew
+        Whether every turn begins anew.
     first
         CPU seconds of its first turn.
     promise
@@ -43,6 +45,7 @@ class Member:
     run: PlanWithin
     is_wanted: Callable[[], bool]
     follows: bool
+    anew: bool = False
     first: float = FIRST_TURN
     promise: float = 0.0
     gain: float = 0.0
@@ -56,7 +59,7 @@ class Member:
         One that begins anew does what it did before, and only then gains.
         """
         promised = self.promise / (self.first + self.spent)
-        if self.name in _ANEW:
+        if self.anew:
             return promised * self.first / (self.first + self.spent)
         return max(self.gain, promised)
 
@@ -81,11 +84,16 @@ docs/benchmarks/pipelines.md says how, and how well they do.
 """
 
 
-def first_turn_of(name: str, devices: int) -> float:
-    """CPU seconds in which a member finds a first plan on so many devices, about."""
+def member_of(
+    name: str, run: PlanWithin, is_wanted: Callable[[], bool], follows: bool, devices: int
+) -> Member:
+    """A member whose first turn is about as long as it takes to a first plan on ``devices``."""
+    turn = FIRST_TURN
     if name == "published":
-        return 2.5 * FIRST_TURN  # it examines a list of schedules
-    return FIRST_TURN * (min(max(1.0, devices / _DEVICES), _MOST_TIMES) if name in _LONGER else 1.0)
+        turn *= 2.5  # it examines a list of schedules
+    elif name in _LONGER:
+        turn *= min(max(1.0, devices / _DEVICES), _MOST_TIMES)
+    return Member(name, run, is_wanted, follows, name in _ANEW, turn)
 
 
 def promises_of(problem: PipelineProblem, has_plan: bool) -> dict[str, float]:
