@@ -16,6 +16,7 @@ from stagewright.formulations.checking.proofs import (
     ROUNDING,
     Verdict,
     of_bounds,
+    of_degree_1,
     verdicts,
 )
 from stagewright.formulations.forms.answers import Limits
@@ -86,7 +87,7 @@ def prove(problem: PipelineProblem, plan: PipelinePlan, limits: Limits) -> tuple
     A bound stays claimed if its search does not reach it in the remaining time.
     """
     assert plan.certificate is not None
-    ends, problem = monotonic() + limits.seconds, of_bounds(problem, plan)
+    ends, plain = monotonic() + limits.seconds, of_bounds(problem, plan)
     found = []
     for one in verdicts(problem, plan):
         left = replace(limits, seconds=max(0.0, ends - monotonic()))
@@ -94,14 +95,15 @@ def prove(problem: PipelineProblem, plan: PipelinePlan, limits: Limits) -> tuple
         if one.verdict != "claimed":
             found.append(one)
         elif kind == "bounds":
-            found.append(_again(problem, plan, one, plan.certificate.bounds[int(number)], left))
+            subject = of_degree_1(problem, plain, plan.certificate.bounds[int(number)])
+            found.append(_again(*subject, plan, one, left))
         else:
-            found.append(_guarantee_again(problem, plan, one, int(number)))
+            found.append(_guarantee_again(plain, plan, one, int(number)))
     return tuple(found)
 
 
 def _again(
-    problem: PipelineProblem, plan: PipelinePlan, claim: Verdict, bound: Bound, limits: Limits
+    problem: PipelineProblem, bound: Bound, plan: PipelinePlan, claim: Verdict, limits: Limits
 ) -> Verdict:
     proof = _RERUNS[bound.proved_by](problem, plan, bound, limits)
     if proof is None:

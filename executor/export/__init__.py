@@ -14,6 +14,7 @@ from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
+    from stagewright.executor.export.layouts.plan import Certify
     from stagewright.formulations.parallelism.document import LayoutPlan
 
 Files = dict[str, str]
@@ -44,9 +45,14 @@ FORMATS: dict[str, Format] = {
 
 
 def export(
-    plan: "PipelinePlan | LayoutPlan", to: str, options: FormatOptions | None = None
+    plan: "PipelinePlan | LayoutPlan",
+    to: str,
+    options: FormatOptions | None = None,
+    certify: "Certify | None" = None,
 ) -> Files:
     """The texts of the files of ``plan`` in the format ``to``, by file name.
+
+    ``certify`` adds bounds to the plan that a layout becomes.
 
     Raises InputError if the format is unknown, if it cannot express a feature of the plan, or if an
     option is missing or does not apply to it. Raises InvalidPlan if the plan's order is a deadlock.
@@ -60,7 +66,7 @@ def export(
 
     _require_options(options, ("model", "image", "cpus", "time"), "a layout")
     names = None if options.model is None else [layer.name for layer in options.model.layers]
-    return export_layout(plan.problem, plan.layout, to, names, options)
+    return export_layout(plan.problem, plan.layout, to, names, options, certify=certify)
 
 
 def _require_options(options: FormatOptions, known: tuple[str, ...], to: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from stagewright.formulations.plans.plan import Bound, Certificate, Guarantee
-from stagewright.formulations.plans.plan_class import EVERY_PLAN, PlanClass
+from stagewright.formulations.plans.plan_class import EVERY_PLAN, PlanClass, every_of_degree
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.errors import InvalidPlan
 
@@ -19,8 +19,8 @@ def certificate(
 ) -> Certificate:
     """The certificate of a plan whose smallest class is ``plans`` and that takes ``cost`` seconds.
 
-    ``bounds`` must contain one of scope ``problem`` on every plan (of tensor degree 1, without
-    shards), so that other plans have no certificate.
+    ``bounds`` must contain one of scope ``problem`` on every plan (:func:`widest`), so that plans
+    with shards or several tensor degrees have no certificate.
 
     Raises InvalidPlan if no bound applies to this plan, none is on every plan, or one exceeds the
     plan's cost: a bug of Stagewright.
@@ -31,7 +31,7 @@ def certificate(
     whole = [bound for bound in own if bound.scope == "problem"]
     if not whole:
         raise InvalidPlan(f"no bound is about {plans.phrase('a')}")
-    on_every = [bound for bound in whole if bound.plans == EVERY_PLAN]
+    on_every = [bound for bound in whole if bound.plans in widest(plans)]
     if not on_every:
         raise InvalidPlan(
             f"no bound about {plans.phrase('a')} is about {EVERY_PLAN}, which a certificate needs"
@@ -53,6 +53,11 @@ def certificate(
         bounds=kept,
         guarantees=tuple(guarantees),
     )
+
+
+def widest(plans: PlanClass) -> tuple[PlanClass, ...]:
+    """Every plan of the tensor degree of ``plans``; none if there are several degrees."""
+    return () if plans.degree is None else (every_of_degree(plans.degree),)
 
 
 def best_of(bounds: Sequence[Bound]) -> Bound:
@@ -83,8 +88,9 @@ class Headline(NamedTuple):
 def headlines(stated: Certificate) -> tuple[Headline, ...]:
     """The bounds over the plan's class, over every plan, and over its stages' schedules."""
     own = Headline(str(stated.plans), stated.bound_seconds, stated.gap, stated.proved_by)
+    (plans,) = widest(stated.plans)
     every = Headline(
-        str(EVERY_PLAN), stated.every_bound_seconds, stated.every_gap, stated.every_proved_by
+        str(plans), stated.every_bound_seconds, stated.every_gap, stated.every_proved_by
     )
     schedule = Headline(
         stated.schedule_plans.schedule_phrase(),
@@ -92,7 +98,7 @@ def headlines(stated: Certificate) -> tuple[Headline, ...]:
         stated.schedule_gap,
         stated.schedule_proved_by,
     )
-    return (own, schedule) if stated.plans == EVERY_PLAN else (own, every, schedule)
+    return (own, schedule) if stated.plans == plans else (own, every, schedule)
 
 
 def faults(
@@ -129,7 +135,7 @@ def _headline_faults(
     """Each headline is the best listed bound of its scope, and its gap follows from it."""
     own = [bound for bound in stated.bounds if bound.plans.contains(plans)]
     whole = [bound for bound in own if bound.scope == "problem"]
-    every = [bound for bound in whole if bound.plans == EVERY_PLAN]
+    every = [bound for bound in whole if bound.plans in widest(plans)]
     same = [bound for bound in whole if bound.plans == stated.plans]
     of_schedule = [bound for bound in own if bound.plans == stated.schedule_plans]
     for prefix, listed, rivals in (

@@ -194,7 +194,7 @@ def _broken_shares(problem: PipelineProblem, s: int, stage: Stage) -> Iterator[V
 
 
 def _broken_groups(problem: PipelineProblem, s: int, stage: Stage) -> Iterator[Violation]:
-    """Every layer has costs at the stage's tensor degree, and a group's devices are of one kind."""
+    """Every layer has costs at the stage's tensor degree; groups are of one kind and server."""
     if stage.tensor == 1:
         return
     try:
@@ -203,8 +203,16 @@ def _broken_groups(problem: PipelineProblem, s: int, stage: Stage) -> Iterator[V
     except InputError as error:
         yield Violation("tensor", f"stage {s}", str(error))
     index, devices = problem.cluster.index, problem.cluster.devices
+    servers = [{devices[v].name for v in server} for server in problem.cluster.servers]
     for group in groups_of(stage.devices, stage.tensor):
         kinds = {devices[index[name]].kind for name in group if name in index}
+        if index.keys() >= set(group) and not any(server.issuperset(group) for server in servers):
+            yield Violation(
+                "tensor",
+                f"stage {s}",
+                f"{', '.join(group)} are on several servers: the costs of a tensor degree are "
+                "those of devices of one server",
+            )
         if len(kinds) > 1:
             yield Violation(
                 "tensor",

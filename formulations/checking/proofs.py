@@ -41,6 +41,7 @@ from stagewright.formulations.pipelines.bounds.memory_of_plans import (
 from stagewright.formulations.pipelines.bounds.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
 from stagewright.formulations.pipelines.bounds.stages import NAMES as OF_SCHEDULES
 from stagewright.formulations.pipelines.bounds.stages import schedule_bounds
+from stagewright.formulations.pipelines.bounds.tensor_groups import best_groups, of_groups
 from stagewright.formulations.pipelines.grouped_stages import relaxed_schedule, scheduling_of
 from stagewright.formulations.pipelines.joint import JOINT_SEARCH
 from stagewright.formulations.pipelines.makespan_models import CP_SAT
@@ -64,6 +65,7 @@ from stagewright.formulations.plans.plan_class import (
     PlanClass,
     class_of,
 )
+from stagewright.graphs.documents.errors import InputError
 
 ROUNDING = 1e-9  # relative; sums of the same numbers in another order
 
@@ -102,12 +104,14 @@ def verdicts(problem: PipelineProblem, plan: PipelinePlan) -> tuple[Verdict, ...
     """Check every bound and guarantee in the certificate of a valid plan whose check is cheap."""
     if plan.certificate is None:
         return ()
-    problem = of_bounds(problem, plan)
+    plain = of_bounds(problem, plan)
     return (
-        *(_of_bound(problem, plan, i, one) for i, one in enumerate(plan.certificate.bounds)),
-        *(_of_guarantee(problem, plan, i, one)
-          for i, one in enumerate(plan.certificate.guarantees)),
-    )  # fmt: skip
+        *(
+            _of_bound(*of_degree_1(problem, plain, one), plan, i)
+            for i, one in enumerate(plan.certificate.bounds)
+        ),
+        *(_of_guarantee(plain, plan, i, one) for i, one in enumerate(plan.certificate.guarantees)),
+    )
 
 
 def of_bounds(problem: PipelineProblem, plan: PipelinePlan) -> PipelineProblem:
@@ -115,6 +119,27 @@ def of_bounds(problem: PipelineProblem, plan: PipelinePlan) -> PipelineProblem:
     fewer = every_plan.without_useless(problem)
     used = {name for stage in plan.stages for name in stage.devices}
     return fewer if used <= fewer.cluster.index.keys() else problem
+
+
+def of_degree_1(
+    problem: PipelineProblem, plain: PipelineProblem, bound: Bound
+) -> tuple[PipelineProblem, Bound]:
+    """The problem and the bound of which one on plans of a tensor degree t speaks.
+
+    ``plain`` is the problem of bounds on plans of degree 1. A bound that holds for no groups of t
+    devices stays as it is, which no argument gives.
+    """
+    degree = bound.plans.degree
+    if degree in (1, None) or bound.scope != "problem":
+        return plain, bound
+    inner = of_groups(bound.plans, degree)
+    try:
+        groups = best_groups(problem, degree)
+    except InputError:
+        return plain, bound
+    if inner is None:
+        return plain, bound
+    return every_plan.without_useless(groups), replace(bound, plans=inner)
 
 
 def judged(place: str, bound: Bound, value: float) -> Verdict:
@@ -125,7 +150,7 @@ def judged(place: str, bound: Bound, value: float) -> Verdict:
     return Verdict(place, bound.proved_by, bound.seconds, "refuted", reason)
 
 
-def _of_bound(problem: PipelineProblem, plan: PipelinePlan, i: int, bound: Bound) -> Verdict:
+def _of_bound(problem: PipelineProblem, bound: Bound, plan: PipelinePlan, i: int) -> Verdict:
     place, argument = f"bounds[{i}]", ARGUMENTS.get(bound.proved_by)
     reason = _why_not(argument, bound) if argument else "the argument is not known"
     if argument is None or reason:

@@ -44,8 +44,8 @@ def lowered(
     """The layout as a checked plan, and the problem that the plan answers.
 
     ``names`` are those of the layers in the module that is run; by default ``embedding``,
-    ``blocks.0`` and so on, and ``head``. The plan has no certificate: the bound of a layout is on
-    the estimate's time, which is another one.
+    ``blocks.0`` and so on, and ``head``. The plan has no certificate yet: the bound of a layout is
+    on the estimate's time, which is another one.
 
     Raises
     ------

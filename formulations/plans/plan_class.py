@@ -111,6 +111,13 @@ class PlanClass:
             and set(other.shards) <= set(self.shards)
         )
 
+    @property
+    def degree(self) -> int | None:
+        """The tensor degree of all stages; None if there may be several."""
+        if self.tensor == "any" or len(self.tensor) > 1:
+            return None
+        return self.tensor[0]
+
     def describe(self) -> str:
         """The restrictions of the class, apart from the kind of schedule; empty if none."""
         return ", ".join(_limits(self))
@@ -286,6 +293,15 @@ EVERY_PERIODIC = PlanClass(
     replication=("split",), schedules=("periodic",), weights=("double-buffer",)
 )
 EVERY_BACKWARD_FIRST = PlanClass(offload=False, schedules=("backward-first",), weights=("flush",))
+
+
+def every_of_degree(degree: int) -> PlanClass:
+    """Every plan, of tensor degree 1; of others those of which bounds are known."""
+    if degree == 1:
+        return EVERY_PLAN
+    return replace(EVERY_FINITE, sharing="groups", replication=("split",), tensor=(degree,))
+
+
 DISJOINT_SPLIT = PlanClass(
     sharing="none",
     replication=("split",),

@@ -6,26 +6,30 @@ slowest of its members' links; of a plan for these, the stages and the order of 
 are a plan for the devices. The times are computed again, with every member's own links.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import numpy as np
 
 from stagewright.formulations.checking.check import require_valid
 from stagewright.formulations.checking.peaks import memory_exceeded
 from stagewright.formulations.checking.times import read_times
+from stagewright.formulations.pipelines.bounds.tensor_groups import (
+    Group,
+    cluster_of_groups,
+    groups_of_cluster,
+    joined,
+)
 from stagewright.formulations.plans.actions import COMPUTE, FLUSH, Action, parse_action
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
-from stagewright.formulations.plans.shards import groups_of
 from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.planned import starts_to_the_end
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.machines.cluster import Cluster, Device, from_matrix
+from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.models.sharding import require_degree
 
 _INSTEAD = "plan with --planner spp, or with an --order of one path"
@@ -40,21 +44,9 @@ def problem_of_groups(problem: PipelineProblem, degree: int) -> PipelineProblem:
         If a layer has no costs at that degree, or no server has so many devices of one kind.
     """
     require_degree(problem.chain, 0, len(problem.chain), degree)
-    given, groups = problem.cluster, _groups(problem.cluster, degree)
-    devices = [_joined([given.devices[v] for v in group]) for group in groups]
-    servers = [
-        [one.name for one, group in zip(devices, groups, strict=True) if group[0] in server]
-        for server in given.servers
-    ]
-    cluster = from_matrix(
-        devices,
-        _between(groups, lambda i, j: given.bandwidth[i, j].min()),
-        _between(groups, lambda i, j: given.latency[i, j].max()).tolist(),
-        servers=[server for server in servers if server],
-        name=given.name,
-        all_reduce_share=given.all_reduce_share,
-        message_seconds=given.message_seconds,
-    )
+    given, groups = problem.cluster, groups_of_cluster(problem.cluster, degree)
+    devices = [joined([given.devices[v] for v in group]) for group in groups]
+    cluster = cluster_of_groups(given, groups, devices, lambda: _slowest(given, groups))
     return replace(problem.at(degree), cluster=cluster)
 
 
@@ -69,8 +61,8 @@ def plan_of_devices(problem: PipelineProblem, found: PipelinePlan, degree: int) 
     _require_runnable(found)
     devices = problem.cluster.devices
     members = {
-        _joined([devices[v] for v in group]).name: [devices[v].name for v in group]
-        for group in _groups(problem.cluster, degree)
+        joined([devices[v] for v in group]).name: [devices[v].name for v in group]
+        for group in groups_of_cluster(problem.cluster, degree)
     }
     stages = tuple(_divided(stage, members, degree) for stage in found.stages)
     starts = starts_to_the_end(problem, stages, _order_of(found))
@@ -81,36 +73,16 @@ def plan_of_devices(problem: PipelineProblem, found: PipelinePlan, degree: int) 
     return plan
 
 
-def _groups(cluster: Cluster, degree: int) -> list[tuple[int, ...]]:
-    """Groups of consecutive devices of one server and kind; left-over devices are in no group."""
-    found = []
-    for server in cluster.servers:
-        kinds = dict.fromkeys(cluster.devices[v].kind for v in server)
-        for kind in kinds:
-            alike = [v for v in server if cluster.devices[v].kind == kind]
-            found += [one for one in groups_of(alike, degree) if len(one) == degree]
-    if not found:
-        raise InputError(f"no server of {cluster.name!r} has {degree} devices of one kind")
-    return found
+def _slowest(cluster: Cluster, groups: Sequence[Group]) -> Floats:
+    """The slowest link from members of a group to the members in the same places of another.
 
-
-def _joined(devices: Sequence[Device]) -> Device:
-    hosts = [one.host_bytes_per_second for one in devices]
-    return replace(
-        devices[0],
-        name="+".join(one.name for one in devices),
-        memory_bytes=min(one.memory_bytes for one in devices),
-        host_bytes_per_second=None if None in hosts else min(one for one in hosts if one),
-    )
-
-
-def _between(groups: Sequence[tuple[int, ...]], slowest: Callable[[Any, Any], float]) -> Floats:
-    """The slowest link from members of a group to the members in the same places of another."""
-    members = np.array(groups)
-    found = np.zeros((len(groups), len(groups)))
-    for one, other in product(range(len(groups)), repeat=2):
-        if one != other:
-            found[one, other] = slowest(members[one], members[other])
+    Bandwidth and latency, shape (2, G, G).
+    """
+    found = np.zeros((2, len(groups), len(groups)))
+    for i, j in product(range(len(groups)), repeat=2):
+        if i != j:
+            ends = groups[i], groups[j]
+            found[:, i, j] = cluster.bandwidth[ends].min(), cluster.latency[ends].max()
     return found
 
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastapi import APIRouter, HTTPException, Path, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from stagewright.executor.export import FORMATS, export
+from stagewright.executor.export import FORMATS
 from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.units import MAX_DEVICES
+from stagewright.service.exporting import export
 from stagewright.service.http.guard import Readable, Reader, Serving, own_job
 from stagewright.service.http.openapi import (
     GUARDED,

@@ -24,6 +24,7 @@ from stagewright.service.pipelines.requests import PlanRequest
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 from stagewright.solvers.planners import auto, spp
 from stagewright.solvers.planners.steps.proposal import Choices
+from stagewright.solvers.planners.steps.reporting import with_certificate
 from stagewright.solvers.planners.steps.warm_start import in_its_order
 from stagewright.solvers.planning import (
     OPTIMAL_GAP,
@@ -148,29 +149,48 @@ def _planner_of_groups(request: PlanRequest) -> str:
 
 
 def _of_groups(request: PlanRequest, degree: int, stop: StopToken | None) -> Result:
-    """The plan whose stages all have a tensor degree; its bounds are of groups, and not kept."""
+    """The plan whose stages all have a tensor degree, with the bounds on such plans."""
     problem = problem_of_groups(request.problem, degree)
-    found = solve(
-        problem, _planner_of_groups(request), request.limits(stop), choices=_choices(request)
-    )
-    how = f"every {degree} devices are planned as one, and no bound is proved on such plans"
-    if found.plan is None:
-        how = f"every {degree} devices are planned as one, which alone are spoken of here"
+    limits = request.limits(stop)
+    found = solve(problem, _planner_of_groups(request), limits, choices=_choices(request))
+    how = f"every {degree} devices are planned as one"
     result = replace(
-        found,
-        reason="; ".join(filter(None, (how, found.reason))),
-        bound=None,
-        gap=None,
-        proved_by=None,
-        plans=None,
-        attempts=(),
+        found, reason="; ".join(filter(None, (how, found.reason))), plans=None, attempts=()
     )
     if found.plan is None:
-        return result
+        how = f"{how}, which alone are spoken of here"
+        reason = "; ".join(filter(None, (how, found.reason)))
+        return replace(result, reason=reason, bound=None, gap=None, proved_by=None)
     plan = plan_of_devices(request.problem, found.plan, degree)
-    assert plan.predicted is not None
-    cost = plan.predicted.iteration_seconds
-    return replace(result, status=Status.FEASIBLE, plan=plan, cost=cost)
+    return _proved(result, with_certificate(request.problem, plan, limits.seconds))
+
+
+def _proved(result: Result, plan: PipelinePlan) -> Result:
+    """The result with this certified plan, of which no search says that it is optimal."""
+    proof = plan.certificate
+    if proof is None:
+        assert plan.predicted is not None
+        cost, unproved = plan.predicted.iteration_seconds, Status.FEASIBLE
+        return replace(
+            result, status=unproved, plan=plan, cost=cost, bound=None, gap=None, proved_by=None
+        )
+    is_stopped = result.status is Status.INTERRUPTED
+    status = settled(
+        Status.INTERRUPTED if is_stopped else Status.FEASIBLE,
+        proof.cost_seconds,
+        proof.bound_seconds,
+        OPTIMAL_GAP,
+    )
+    return replace(
+        result,
+        status=status,
+        plan=plan,
+        cost=proof.cost_seconds,
+        bound=proof.bound_seconds,
+        gap=proof.gap,
+        proved_by=proof.proved_by,
+        plans=proof.plans,
+    )
 
 
 def repriced(request: PlanRequest, known: PlanAnswer, given: PipelinePlan | None) -> PlanAnswer:
@@ -188,26 +208,7 @@ def repriced(request: PlanRequest, known: PlanAnswer, given: PipelinePlan | None
         return known
     stated = None if result.plan is None else result.plan.certificate
     bounds = () if stated is None else (one for one in stated.bounds if one.scope == "problem")
-    plan = certify(problem, plan, (*every_plan_bounds(problem), *bounds), ())
-    proof = plan.certificate
-    assert proof is not None
-    is_stopped = result.status is Status.INTERRUPTED
-    status = settled(
-        Status.INTERRUPTED if is_stopped else Status.FEASIBLE,
-        proof.cost_seconds,
-        proof.bound_seconds,
-        OPTIMAL_GAP,
-    )
-    result = replace(
-        result,
-        status=status,
-        plan=plan,
-        cost=proof.cost_seconds,
-        bound=proof.bound_seconds,
-        gap=proof.gap,
-        proved_by=proof.proved_by,
-        plans=proof.plans,
-    )
+    result = _proved(result, certify(problem, plan, (*every_plan_bounds(problem), *bounds), ()))
     if request.runtime is not None:
         runtime = required_runtime(request.runtime, request.chain, _choices(request))
         result = restricted(problem, runtime, result, _free_cost(known))

@@ -86,7 +86,7 @@ def plan(
         has none, above 0 and at most 1; None: all of it.
     tensor
         The tensor degree of all stages: every so many devices of a server are planned as one, by
-        SPP if ``planner`` is ``auto``, and no bound is proved.
+        SPP if ``planner`` is ``auto``; bounds are on all plans of that degree.
     runtime
         The framework that is to run the plan, as :func:`export` names it: only plans that it runs
         are answers, and ``PlanResult.restriction`` says what that costs.
@@ -191,9 +191,9 @@ def export(
     InvalidPlan
         If the plan's order is a deadlock.
     """
-    from stagewright.executor.export import export as written
     from stagewright.executor.export.options import FormatOptions
     from stagewright.graphs.documents.documents import write_text
+    from stagewright.service.exporting import export as written
 
     files = written(plan, to, FormatOptions(**options))
     place = Path(folder)

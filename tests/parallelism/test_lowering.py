@@ -32,6 +32,7 @@ from stagewright.graphs.machines.cluster import ServerLinks
 from stagewright.graphs.machines.fabric import Fabric, Level, cluster_of, fabric_of
 from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.service.layouts.problems import training_problem
+from stagewright.solvers.planners.steps.reporting import with_certificate
 
 SMALL = replace(LLAMA, layers=8, hidden=512, vocabulary=4096)
 ARCHITECTURES = (SMALL, replace(QWEN2, layers=8, full_layers=frozenset(range(3))))
@@ -337,3 +338,14 @@ def test_a_fabric_and_its_cluster(levels: tuple[Level, ...]) -> None:
     cluster = cluster_of(fabric)
     assert isinstance(cluster.links, ServerLinks)
     assert fabric_of(cluster) == fabric
+
+
+@pytest.mark.parametrize("text", ["p2 t2 d1 b1", "p2 t1 d2 b1", "p2 t2 d2 b1 stages3-5"])
+def test_a_layouts_plan_has_bounds_of_its_degree(text: str) -> None:
+    layout = parse_layout(text)
+    asked, plan = lowered(make_problem(SMALL, layout, microbatches=4), layout)
+    proof = with_certificate(asked, plan, 2.0).certificate
+    assert proof is not None
+    assert proof.plans.tensor == (layout.tensor,)
+    assert 0 < proof.bound_seconds <= proof.cost_seconds
+    assert not check(asked, replace(plan, certificate=proof))

@@ -48,11 +48,13 @@ def export_layout(
     names: Sequence[str] | None = None,
     options: FormatOptions | None = None,
     short: bool = False,
+    certify: plan.Certify | None = None,
 ) -> dict[str, str]:
     """The texts of the files of ``layout`` in the format ``to``, by file name, with launch scripts.
 
     ``names`` are those of the layers in the module that is run, only for a plan. A ``short`` run
-    only measures: few iterations, every one logged, nothing saved. Raises InputError if the format
+    only measures: few iterations, every one logged, nothing saved. ``certify`` adds bounds to the
+    plan that a layout becomes. Raises InputError if the format
     is unknown or takes no names, the layout breaks a rule of the problem, or the format cannot
     express one of its features.
     """
@@ -63,11 +65,9 @@ def export_layout(
     require_layout(problem, layout)
     problem.architecture.require_sequence(problem.sequence)
     require_framework(to, problem, layout)
-    if names is not None:
-        return plan.documents(problem, layout, names)
-    files = EVERY_FORMAT[to].files(problem, layout)
     if to == PLAN:
-        return files
+        return plan.documents(problem, layout, names, certify)
+    files = EVERY_FORMAT[to].files(problem, layout)
     return files | launch_files(to, problem, options or FormatOptions(), short)
 
 

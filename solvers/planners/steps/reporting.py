@@ -15,6 +15,7 @@ from stagewright.formulations.patterns.one_f_one_b import (
     PATTERN_MEMORY,
 )
 from stagewright.formulations.patterns.pattern_problems import load_seconds, memory_seconds
+from stagewright.formulations.pipelines.bounds.every_plan import without_useless
 from stagewright.formulations.pipelines.bounds.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
 from stagewright.formulations.pipelines.bounds.server_relaxation import (
     SERVERS,
@@ -23,6 +24,11 @@ from stagewright.formulations.pipelines.bounds.server_relaxation import (
     SPLIT_SERVERS,
 )
 from stagewright.formulations.pipelines.bounds.stages import schedule_bounds
+from stagewright.formulations.pipelines.bounds.tensor_groups import (
+    best_groups,
+    of_groups,
+    on_devices,
+)
 from stagewright.formulations.pipelines.grouped_stages import scheduling_of
 from stagewright.formulations.plans.actions import WEIGHT_RULES
 from stagewright.formulations.plans.assembly import assemble, assemble_pattern, certify
@@ -249,3 +255,22 @@ def certified_schedule(
     if scheduling is not None:
         bounds += schedule_bounds(scheduling)
     return certify(problem, assembled, bounds, proposal.guarantees)
+
+
+def with_certificate(problem: PipelineProblem, plan: PipelinePlan, seconds: float) -> PipelinePlan:
+    """A valid plan with bounds on plans of its tensor degree, computed for ``seconds``.
+
+    The plan as it is, without a certificate, if no bound speaks of it: of shards, several degrees,
+    groups of devices that overlap, or weights that change within the iteration.
+    """
+    plans = class_of(plan)
+    degree = plans.degree
+    inner = plans if degree in (1, None) else of_groups(plans, degree)
+    if degree is None or inner is None or not EVERY_PLAN.contains(inner):
+        return plan
+    assert plan.predicted is not None
+    groups = without_useless(problem if degree == 1 else best_groups(problem, degree))
+    known = ClassBounds(groups, seconds)
+    bounds = (*known.every, *known.relaxed(inner, plan.predicted.iteration_seconds))
+    own = [found for one in bounds if (found := on_devices(one, degree)) is not None]
+    return certify(problem, plan, own, ())

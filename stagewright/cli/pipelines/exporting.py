@@ -46,13 +46,13 @@ class ExportOptions(Printed):
 @command(headings={"Launch scripts": "command cluster per_server image cpus time"})
 def export(given: ExportOptions) -> int:
     """Write a plan, or a layout of train-plan, for another framework; or a script to launch it."""
-    from stagewright.executor.export import export as written
     from stagewright.executor.export import remarks
     from stagewright.executor.export.options import FormatOptions
     from stagewright.formulations.parallelism.document import load_layout
     from stagewright.formulations.plans.plan import load_plan
     from stagewright.graphs.machines.cluster import load_cluster
     from stagewright.graphs.models.chain import load_model
+    from stagewright.service.exporting import export as written
 
     plan = given.plan
     options = FormatOptions(
