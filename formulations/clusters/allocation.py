@@ -14,7 +14,7 @@ import numpy as np
 from stagewright.formulations.clusters.rates import RateTable, rate_table, server_rows
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.documents.errors import InvalidPlan
-from stagewright.graphs.workloads.jobs import Entity, Job, Workload
+from stagewright.graphs.workloads.jobs import Entity, Job, Workload, counts_of
 from stagewright.graphs.workloads.pool import Pool
 
 TOLERANCE = 1e-6
@@ -61,6 +61,11 @@ class AllocationProblem:
     def rates(self) -> Floats:
         """Steps per second of each job alone on each worker type, shape (jobs, workers)."""
         return self.table.alone[self.kind]
+
+    @property
+    def elastic(self) -> bool:
+        """Whether a job chooses among counts."""
+        return any(len(counts_of(self.table.kinds[kind])) > 1 for kind in np.unique(self.kind))
 
     def best_rates(self) -> Floats:
         """Steps per second of each job where it is fastest, alone or with a partner at hand."""

@@ -248,14 +248,17 @@ def _utilisation(problem: AllocationProblem, result: AllocationResult) -> dict[s
 def policy_allocator(
     policy: str, budget_dollars: float | None = None
 ) -> Callable[[AllocationProblem], Allocation]:
-    """The policy as a function for simulated and real clusters; raises InputError on failure."""
+    """The policy as a function for simulated and real clusters: what runs until all is asked again.
+
+    Raises InputError where there is no allocation.
+    """
 
     def run(problem: AllocationProblem) -> Allocation:
         result = solve(problem, policy, budget_dollars=budget_dollars)
         if result.allocation is None:
             why = "; ".join(result.notes) or result.status.value
             raise InputError(f"policy {policy!r} has no allocation for {len(problem)} jobs: {why}")
-        return result.allocation
+        return result.first or result.allocation
 
     return run
 

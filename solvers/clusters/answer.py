@@ -44,7 +44,8 @@ class AllocationResult:
     larger of the two. ``proved_by`` names what proved the bound. An agnostic policy's objective
     and bound are those of the problem as it sees it. ``levels`` is the round of water-filling in
     which each job was fixed. ``notes`` are for people: whose SLO cannot be met, what was rounded.
-    Written-out programs have ``duals``.
+    Written-out programs have ``duals``. ``first`` is what runs until a job arrives or ends, where
+    that is not the allocation itself: the start of a schedule of the same objective.
     """
 
     status: Status
@@ -58,6 +59,7 @@ class AllocationResult:
     policy: str = ""
     seconds: float = 0.0
     duals: Duals | None = None
+    first: Allocation | None = None
 
     @property
     def gap(self) -> float | None:

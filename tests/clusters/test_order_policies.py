@@ -1,6 +1,7 @@
-"""Finish-time fairness, FIFO and SJF against programs over single jobs, and by hand."""
+"""Finish-time fairness, FIFO, SJF and early ends of a makespan, against programs over jobs."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from stagewright.formulations.clusters.allocation import AllocationProblem, prob
 from stagewright.formulations.clusters.policies import fifo, finish_time, isolated, shortest_first
 from stagewright.formulations.clusters.polytope import group_by, polytope
 from stagewright.formulations.clusters.rates import server_rows
-from stagewright.formulations.forms.answers import Answer, Status
+from stagewright.formulations.forms.answers import Answer, Limits, Status
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.workloads.jobs import Job, PairRate, Rate, Throughputs, Workload
 from stagewright.graphs.workloads.pool import parse_pool
@@ -192,15 +193,84 @@ def test_a_later_job_may_join_the_first():
     assert throughput(problem, result.allocation) == pytest.approx([0.8, 0.8, 0.0])
 
 
+def sparing(problem: AllocationProblem) -> AllocationProblem:
+    """Jobs on those of their counts alone on which an accelerator does most, by type and place."""
+    table, alone = problem.table, problem.table.alone.copy()
+    for kind, here in product(range(len(table.kinds)), table.workers):
+        each = {
+            worker: table.alone[kind, worker] / table.uses[kind, worker]
+            for worker, other in enumerate(table.workers)
+            if (other.accelerator, other.placement) == (here.accelerator, here.placement)
+            and table.uses[kind, worker]
+        }
+        worse = [one for one, rate in each.items() if rate < max(each.values()) * (1 - 1e-9)]
+        alone[kind, worse] = 0.0
+    return replace(problem, table=replace(table, alone=alone))
+
+
 @some
 @given(random_case(max_jobs=16))
-def test_fifo_equals_the_program_over_jobs(case: Case):
-    problem = case.problem
+def test_fifo_equals_the_programs_over_jobs(case: Case):
+    problem, floor = case.problem, np.zeros(len(case.problem))
     result = allocate(problem, "fifo")
-    best = Entries(problem).most(fifo.values(problem), np.zeros(len(problem)))
+    if any(job.counts for job in case.workload.jobs):
+        first = sparing(problem)
+        limits, value = Limits(seconds=np.inf), fifo.values(first)
+        found = fifo_solver.most_value(first, value, floor, limits).allocation
+        floor = throughput(first, found)
+        assert value @ floor == pytest.approx(Entries(first).most(value, 0 * floor), rel=1e-7)
+        assert (throughput(problem, result.allocation) >= floor * (1 - 1e-6) - 1e-5).all()
+    best = Entries(problem).most(fifo.values(problem), floor * (1 - 1e-8))
     assert result.status is Status.OPTIMAL
-    assert result.objective == pytest.approx(best, rel=1e-7)
-    assert result.bound == pytest.approx(best, rel=1e-7)
+    assert result.objective == pytest.approx(best, rel=1e-6)
+    assert result.bound == pytest.approx(best, rel=1e-6)
+
+
+def of_counts(steps: tuple[float, ...], rates: tuple[float, ...], gpus: int) -> AllocationProblem:
+    """Jobs of one model that runs on 1, 2, 4, ... at these rates."""
+    counts = tuple(2**power for power in range(len(rates)))
+    alone = tuple(Rate("a", n, "v100", rate) for n, rate in zip(counts, rates, strict=True))
+    jobs = tuple(Job(f"job {n}", "a", many, counts=counts) for n, many in enumerate(steps))
+    return problem_of(Workload(jobs, Throughputs(alone)), parse_pool(f"v100={gpus}"))
+
+
+def test_the_first_spreads_over_what_nobody_uses_better():
+    """On 1, 2 and 4 a job makes 1, 1.8 and 3 steps a second."""
+    reached = []
+    for jobs in (1, 2, 3, 4, 6):
+        problem = of_counts((9.0,) * jobs, (1.0, 1.8, 3.0), 4)
+        reached.append(throughput(problem, allocate(problem, "fifo").allocation))
+    expected = [[3], [2.4, 1], [1.8, 1, 1], [1] * 4, [1] * 4 + [0] * 2]
+    for found, hoped in zip(reached, expected, strict=True):
+        assert found == pytest.approx(hoped)
+
+
+# The makespan's second stage.
+
+
+def test_short_jobs_end_before_the_last():
+    """One after the other on all four accelerators, instead of both until the end."""
+    problem = of_counts((40.0, 120.0), (1.0, 2.0, 4.0), 4)
+    result = allocate(problem, "makespan")
+    assert result.objective == pytest.approx(40.0)
+    assert throughput(problem, result.first) == pytest.approx([4.0, 0.0])
+
+
+@some
+@given(random_case(max_jobs=7))
+def test_what_runs_first_delays_the_last_job_by_nothing(case: Case):
+    problem = case.problem
+    result = allocate(problem, "makespan")
+    if result.first is None:
+        return
+    rates = throughput(problem, result.first)
+    ends = (problem.steps[rates > 0] / rates[rates > 0]).min()
+    left = problem.steps - rates * ends
+    waiting = left > 1e-9 * problem.steps
+    rest = 0.0
+    if waiting.any():
+        rest = allocate(replace(problem, steps=left).of(waiting), "makespan").objective
+    assert ends + rest <= result.objective * (1 + 1e-5)
 
 
 @some

@@ -9,9 +9,15 @@ With accelerators at their prices, what is best for a job depends on its kind an
 factor M - m: early jobs of a kind run on one type, later ones on another, the last not at all. So
 jobs of a kind whose factors are neighbours may be treated alike, except where one type ends and
 the next begins; ``jobs_bound`` prices every job by itself and finds those places.
+
+Jobs that choose among counts would make the others wait here: the first ones take the count on
+which they are fastest, however little the last accelerators add. So there are two passes. In the
+first, each job has only the counts on which an accelerator does most (``efficient``). In the
+second all counts are open, and no job may get less than in the first: early jobs spread over
+what is left when all that wait have what they use best. Jobs without a choice have one pass.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy import sparse
@@ -22,11 +28,29 @@ from stagewright.formulations.clusters.rates import server_rows
 from stagewright.formulations.forms.models import LinearProgram
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 
+ROUNDING = 1e-9  # relative, of rates and of what a first pass gave
+
 
 def values(problem: AllocationProblem) -> Floats:
     """Value in the objective of a step per second of each job, seconds, shape (jobs,)."""
     first = np.arange(len(problem), 0, -1)
     return np.asarray(first / problem.rates.max(axis=1))
+
+
+def efficient(problem: AllocationProblem) -> AllocationProblem:
+    """The problem in which jobs run only on the counts on which an accelerator does most.
+
+    That is of each type, and of each placement where that counts.
+    """
+    table = problem.table
+    of_one = table.alone / np.maximum(table.uses, 1)
+    best = np.zeros_like(of_one)
+    places = [(worker.accelerator, worker.placement) for worker in table.workers]
+    for place in set(places):
+        here = [worker for worker, at in enumerate(places) if at == place]
+        best[:, here] = of_one[:, here].max(axis=1, keepdims=True)
+    alone = np.where(of_one >= best * (1 - ROUNDING), table.alone, 0.0)
+    return replace(problem, table=replace(table, alone=alone))
 
 
 def objective(problem: AllocationProblem, allocation: Allocation) -> float:

@@ -201,6 +201,8 @@ def allocate(
         ) from error
     if result.allocation is not None:
         check(problem, result.allocation)
+    if result.first is not None:
+        check(problem, result.first)
     return replace(result, policy=policy, seconds=perf_counter() - began)
 
 

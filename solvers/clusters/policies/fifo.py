@@ -17,6 +17,7 @@ from stagewright.solvers.backends.backend import solve as solve_form
 from stagewright.solvers.clusters.answer import AllocationResult
 
 TOLERANCE = 1e-9  # relative distance to the bound at which the answer counts as optimal
+_LEAST = 1e-6  # of a job's best rate: a floor below it is rounding
 _FIRST_PARTS = 4  # groups of a kind, at first
 _MORE_PAIRS = 64  # of kinds, in a round
 
@@ -33,8 +34,22 @@ class Worth:
 
 
 def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:
-    """A linear program over jobs, or with space sharing some over runs of neighbouring jobs."""
-    found = most_value(problem, fifo.values(problem), np.zeros(len(problem)), limits)
+    """A linear program over jobs, or with space sharing some over runs of neighbouring jobs.
+
+    Where jobs choose among counts there are two, and the second has the first one's throughputs
+    as floors.
+    """
+    until = perf_counter() + limits.seconds
+    value, floor = fifo.values(problem), np.zeros(len(problem))
+    if problem.elastic:
+        sparing = fifo.efficient(problem)
+        first = most_value(sparing, fifo.values(sparing), floor, limits)
+        if first.allocation is None:
+            return AllocationResult(first.status, None, None, None, None)
+        floor = throughput(problem, first.allocation) * (1 - fifo.ROUNDING)
+        floor[floor < _LEAST * problem.rates.max(axis=1)] = 0.0
+        limits = replace(limits, seconds=max(0.0, until - perf_counter()))
+    found = most_value(problem, value, floor, limits)
     if found.allocation is None:
         return AllocationResult(found.status, None, None, None, None)
     return AllocationResult(
