@@ -15,13 +15,11 @@ from stagewright.formulations.parallelism.profiles.cluster import Pool, Route, S
 from stagewright.formulations.parallelism.profiles.pipelines import (
     MemoryRule,
     ProfiledEstimate,
-    ProfiledProblem,
-    evaluate,
-)
-from stagewright.formulations.parallelism.profiles.plan import (
     ProfiledPlan,
+    ProfiledProblem,
     ProfiledStage,
     Replica,
+    evaluate,
     even_microbatches,
 )
 from stagewright.graphs.importers.sailor import read_sailor

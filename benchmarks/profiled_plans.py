@@ -11,11 +11,12 @@ from benchmarks.report import Table, percent
 from benchmarks.spec import BenchSpec
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.parallelism.profiles.cluster import Pool, Route, ServerPools
-from stagewright.formulations.parallelism.profiles.pipelines import ProfiledProblem, evaluate
-from stagewright.formulations.parallelism.profiles.plan import (
+from stagewright.formulations.parallelism.profiles.pipelines import (
     ProfiledPlan,
+    ProfiledProblem,
     ProfiledStage,
     Replica,
+    evaluate,
     even_microbatches,
 )
 from stagewright.solvers.parallelism.profiles.pipelines import profiled_plan

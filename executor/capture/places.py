@@ -13,8 +13,8 @@ FOREIGN = (os.path.dirname(torch.__file__), _CAPTURE, "<")
 # Of torch's own code, what decides by values as a user's does.
 _DECIDES = tuple(os.path.join(FOREIGN[0], name) for name in ("distributions", "nn"))
 _OURS = os.path.dirname(_CAPTURE)  # whose losses are nodes of a graph like a user's, but no errors
-# Calls the user's model and loss. What runs within their calls is in other files, lines.py and
-# recurrent.py: a frame of this file is where a user's frames end.
+# Calls the user's model and loss. What runs within their calls is in another file, modes.py:
+# a frame of this file is where a user's frames end.
 _CALLER = os.path.join(_CAPTURE, "steps", "joint.py")
 
 

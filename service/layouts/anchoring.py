@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from stagewright.executor.export.anchor import anchor_script
+from stagewright.executor.export.layouts.common import anchor_script
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.importers.timed_layers import TimedLayers
 from stagewright.graphs.machines.rates import RateSet

@@ -18,10 +18,10 @@ from stagewright.formulations.parallelism.profiles.document import (
 )
 from stagewright.formulations.parallelism.profiles.pipelines import (
     ProfiledEstimate,
+    ProfiledPlan,
     ProfiledProblem,
     evaluate,
 )
-from stagewright.formulations.parallelism.profiles.plan import ProfiledPlan
 from stagewright.graphs.documents.units import format_bytes
 from stagewright.service.answers import CARRIED, Answer, Finite, NotebookAnswer, ShownAnswer
 from stagewright.service.layouts.problems import unusable, usable_degrees

@@ -7,7 +7,7 @@ from time import perf_counter
 import numpy as np
 
 from stagewright.formulations.backprop.models import BackpropByIntervals
-from stagewright.formulations.backprop.of_stages import window_bounds
+from stagewright.formulations.backprop.of_stages import in_turns, renumbered, window_bounds
 from stagewright.formulations.backprop.orders import (
     conventional,
     critical_path,
@@ -15,7 +15,6 @@ from stagewright.formulations.backprop.orders import (
     reverse_first_k,
 )
 from stagewright.formulations.backprop.problem import BackpropProblem, WindowTimes
-from stagewright.formulations.backprop.symmetry import in_turns, renumbered
 from stagewright.formulations.forms.answers import Limits, Status, settled
 from stagewright.formulations.pipelines.makespan_models import CP_SAT
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE

@@ -10,8 +10,7 @@ import numpy as np
 
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.solvers.operators.ranks import Arrays
-from stagewright.solvers.pipelines.compiled import entry, inner
-from stagewright.solvers.pipelines.prices import paced
+from stagewright.solvers.pipelines.compiled import entry, inner, paced
 
 ROUNDING = 1e-12  # relative: of sums of bytes
 ANY = -1  # device of an operator that is free to choose

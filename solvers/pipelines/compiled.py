@@ -18,6 +18,7 @@ from numba.core.typing.templates import AttributeTemplate
 from numba.extending import infer_getattr, intrinsic, lower_getattr_generic, models, register_model
 from numpy.typing import NDArray
 
+from stagewright.formulations.prices.collectives import all_reduce_pace, paced_seconds
 from stagewright.graphs.documents.arrays import Floats
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
@@ -197,3 +198,7 @@ def copy(values: NDArray[Any], start: int, stop: int, to: NDArray[Any]) -> None:
     """Copy ``values[start:stop]`` to the same places; numpy's copies may allocate."""
     for k in range(start, stop):
         to[k] = values[k]
+
+
+ring_pace = lean(all_reduce_pace)
+paced = lean(paced_seconds)

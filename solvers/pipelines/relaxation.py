@@ -10,8 +10,7 @@ from stagewright.formulations.pipelines.bounds.relaxation import Relaxation, rel
 from stagewright.formulations.pipelines.bppm import cheapest_work
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.arrays import Floats, Ints
-from stagewright.solvers.pipelines.compiled import lean, lean_entry, refer
-from stagewright.solvers.pipelines.prices import paced, ring_pace
+from stagewright.solvers.pipelines.compiled import lean, lean_entry, paced, refer, ring_pace
 
 PRECISION = 1e-3  # relative width at which the bisection stops
 STEPS = 2e9  # of a pass, above which only the load bound is used

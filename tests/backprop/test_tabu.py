@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 
-from stagewright.formulations.backprop.of_stages import window_bounds
+from stagewright.formulations.backprop.of_stages import in_turns, renumbered, window_bounds
 from stagewright.formulations.backprop.orders import conventional, fast_forward
-from stagewright.formulations.backprop.symmetry import in_turns, renumbered
 from stagewright.formulations.backprop.training import Layers, data_parallel, training
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.solvers.backprop.exact import best_list_schedule, solve

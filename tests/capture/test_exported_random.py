@@ -1,7 +1,8 @@
 """Random models: whatever lies between their blocks, layers in order are the model.
 
 A model is a list of steps over its state: the hidden value, values kept for later, a mask, and what
-is counted. The reference is the model itself, called on inputs of other sizes than its example.
+is counted. The reference is the model itself, called on inputs of other sizes than its example. One
+that computes otherwise with a single sample is refused.
 """
 
 from collections.abc import Callable
@@ -10,12 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 import torch
-from exported import WIDTH, WORDS, Block, captured, run, words
+from exported import WIDTH, WORDS, Batch, Block, captured, run, words
 from hypothesis import given
 from profiles import examples
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+
+from stagewright.graphs.documents.errors import InputError
 
 
 @dataclass
@@ -139,3 +143,29 @@ def test_random_models(steps: list[tuple[int, int]], blocks: int, seed: int) -> 
             assert (one is None) == (other is None)
             if one is not None and other is not None:
                 torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+class SeveralOnly(nn.Module):
+    """Asks whether it has one sample, as masks of attention do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 6)
+        self.head = nn.Linear(6, 11)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.table(ids)
+        if ids.shape[0] != 1:
+            hidden = hidden * 2
+        return nn.functional.cross_entropy(self.head(hidden).transpose(1, 2), labels)
+
+
+def test_one_sample_is_refused_with_the_remedy() -> None:
+    layered = captured(SeveralOnly(), words(0))
+    layered.require_sizes(shapes(words(1, samples=3)))
+    with pytest.raises(InputError, match=r"!= 1 does not hold; give every replica at least two"):
+        layered.require_sizes(shapes(words(1, samples=1)))
+
+
+def shapes(batch: Batch) -> list[tuple[int, ...]]:
+    return [tuple(one.shape) for one in batch.values()]

@@ -1,4 +1,4 @@
-"""Times of captured operators."""
+"""Times of captured operators, and whose plan says how a model is divided."""
 
 from typing import Any
 
@@ -15,6 +15,7 @@ from stagewright.executor.capture.steps.analytic import operation, with_analytic
 from stagewright.executor.capture.steps.document import operators
 from stagewright.executor.capture.steps.factories import resized, without_values
 from stagewright.executor.capture.steps.step import CapturedStep, capture_step
+from stagewright.executor.capture.tensor_plans import PLANS, plans_in
 from stagewright.executor.measuring.links import MeasuringMachine
 from stagewright.executor.measuring.operators import measure_operators
 from stagewright.graphs.documents.errors import InputError
@@ -100,3 +101,83 @@ def test_a_batch_is_repeated_or_cut() -> None:
         resized((inputs, targets[:2]), 5)
     with pytest.raises(InputError, match="other than tensors with samples in axis 0"):
         resized((inputs, torch.tensor(3)), 5)
+
+
+class OfLibrary(nn.Linear):
+    """A model with the plan of its architecture, as those of transformers have it."""
+
+    def __init__(self, plan: Any) -> None:
+        super().__init__(2, 2)
+        self._tp_plan = plan
+
+    @property
+    def tp_plan(self) -> Any:
+        """The plan."""
+        return self._tp_plan
+
+
+class Wrapper(nn.Module):
+    """A module around another."""
+
+    def __init__(self, inner: nn.Module, plan: Any = None) -> None:
+        super().__init__()
+        self.inner = inner
+        if plan is not None:
+            self.tp_plan = plan
+
+
+def outer(plan: Any, inner: nn.Module) -> OfLibrary:
+    model = OfLibrary(plan)
+    model.inner = inner
+    return model
+
+
+def found(model: nn.Module) -> list[tuple[str, str, Any, bool]]:
+    return [(one.path, one.kind, one.rules, one.is_of_architecture) for one in plans_in(model)]
+
+
+ONE, OTHER = {"a": "colwise"}, {"b": "rowwise"}
+
+
+def test_the_outermost_model_of_the_library_has_the_plan() -> None:
+    model = outer(ONE, Wrapper(OfLibrary(OTHER)))
+    assert found(model) == [("", "OfLibrary", ONE, True)]
+    assert found(Wrapper(model)) == [("inner", "OfLibrary", ONE, True)]
+    assert found(outer({}, OfLibrary(OTHER))) == [("inner", "OfLibrary", OTHER, True)]
+    assert found(OfLibrary(None)) == []
+
+
+def test_a_module_of_the_users_has_its_own() -> None:
+    model = outer(ONE, Wrapper(nn.Linear(2, 2), OTHER))
+    assert found(model) == [("", "OfLibrary", ONE, True), ("inner", "Wrapper", OTHER, False)]
+    assert found(Wrapper(nn.Linear(2, 2), {})) == [("", "Wrapper", {}, False)]
+
+
+def test_an_architecture_without_a_plan_may_have_one_here() -> None:
+    (name,) = PLANS
+    module, _, kind = name.rpartition(".")
+    block = type(kind, (nn.Linear,), {"__module__": module, "__qualname__": kind})(2, 2)
+    assert found(Wrapper(block)) == [("inner", kind, PLANS[name], False)]
+    block.tp_plan = ONE
+    assert found(Wrapper(block)) == [("inner", kind, ONE, False)]
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "inner"),
+    [
+        ("", "a.b", "a.b"),
+        ("a", "a.b", "b"),
+        ("a", "a", ""),
+        ("a", "ab.c", None),
+        ("a.b", "a", None),
+    ],
+)
+def test_names_within_a_module(path: str, name: str, inner: str | None) -> None:
+    model: nn.Module = Wrapper(nn.Linear(2, 2), ONE)
+    for part in reversed(path.split(".") if path else []):
+        around = nn.Module()
+        around.add_module(part, model)
+        model = around
+    (plan,) = plans_in(model)
+    assert plan.path == path
+    assert plan.inner(name) == inner

@@ -1,4 +1,4 @@
-"""Estimates of colocated rates: completion, the nearest reference job, measurements first."""
+"""Estimates of colocated rates, and the benchmark of thesis section 5.7 on its small cases."""
 
 from itertools import combinations_with_replacement
 from pathlib import Path
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 
-from benchmarks import estimation
+from benchmarks import estimation, gavel, gavel_runs
 from stagewright.formulations.clusters.allocation import problem_of
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import Job, PairRate, Rate, Throughputs, Workload
@@ -184,3 +184,31 @@ def test_estimates_of_measured_models_beat_the_mean():
     estimate, mean = np.nanmedian(found[:, 0]), np.nanmedian(found[:, 1])
     assert estimate < 0.15
     assert estimate < 0.8 * mean
+
+
+needs_gavel = pytest.mark.skipif(not gavel_runs.DATA.is_dir(), reason=gavel_runs.MISSING)
+
+
+def test_simulations_are_kept_between_runs(tmp_path, monkeypatch):
+    case = gavel_runs.Case("max-min", jobs_per_hour=4.0, jobs=(0, 3))
+    done = gavel_runs.Outcome((1.0, 2.0, 4.5), (1.0, 5.0, 5.0), (0.5,) * 3, 4.5, None, 0, 1.0, 1.0)
+    gavel_runs.write_outcomes(tmp_path / "kept.json", {case: done})
+    monkeypatch.setenv(gavel_runs.RESULTS, str(tmp_path / "kept.json"))
+    assert gavel_runs.study([case, case]) == {case: done}
+    assert (done.mean_hours, done.mean_hours_of(5.0)) == (2.5, 3.25)
+
+
+@needs_gavel
+def test_public_traces_take_as_long_as_in_the_public_code():
+    for one in gavel.REFERENCES[:2]:
+        outcome = gavel_runs.simulate(one.case)
+        assert one.ours({one.case: outcome}) == pytest.approx(one.hours, rel=0.03)
+
+
+@needs_gavel
+@pytest.mark.parametrize("discipline", ["fairness", "fifo"])
+def test_entities_share_by_weight(discipline):
+    found = gavel.growth(discipline)
+    parts = gavel.shares(found.ours)[-1].reshape(3, 6)
+    assert parts.sum(axis=1) == pytest.approx([1 / 6, 1 / 3, 1 / 2], abs=1e-3)
+    assert (parts[0, -1] < 1e-6) == (discipline == "fifo")

@@ -1,10 +1,18 @@
-"""Several servers of one, and servers of several kinds."""
+"""Several servers of one, several kinds of servers, parts of clusters, and shares of a device."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from profiles import examples
 
+from stagewright.formulations.plans.actions import UPDATE, B, F, I, W
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.timing import covered_seconds, kernel_shares
+from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import (
     Cluster,
@@ -15,8 +23,10 @@ from stagewright.graphs.machines.cluster import (
     from_matrix,
     uniform_servers,
 )
+from stagewright.graphs.machines.parts import first_devices, with_memory
 from stagewright.graphs.machines.servers import ServerGroup, mixed_servers, repeated
-from stagewright.graphs.machines.topology import dgx1
+from stagewright.graphs.machines.topology import dgx1, uniform_racks
+from stagewright.graphs.models.chain import Chain, Layer, LayerCost, load_model, save_model
 
 A = Device("a", "a100", 40e9, host_bytes_per_second=24e9)
 V = Device("v", "v100", 16e9)
@@ -113,3 +123,101 @@ def test_one_way_links_are_kept_apart() -> None:
 def test_what_is_not_repeated(one: Cluster, servers: int, message: str) -> None:
     with pytest.raises(InputError, match=message):
         mixed_servers([repeated(one, servers, NET)], "many")
+
+
+@examples(50)
+@given(st.sampled_from(["servers", "racks", "cube"]), st.data())
+def test_links_of_the_first_devices_stay(shape, data):
+    cluster = {
+        "servers": lambda: uniform_servers(3, 4, Link(9e9, 1e-6), Link(1e9, 2e-6)),
+        "racks": lambda: uniform_racks(2, 3, 2, (Link(9e9), Link(3e9), Link(1e9, 5e-6))),
+        "cube": dgx1,
+    }[shape]()
+    count = data.draw(st.integers(1, len(cluster)))
+    part = first_devices(cluster, count)
+    assert part.devices == cluster.devices[:count]
+    assert np.array_equal(part.direct_bandwidth, cluster.direct_bandwidth[:count, :count])
+    servers = [[v for v in server if v < count] for server in cluster.servers]
+    assert [list(one) for one in part.servers] == [one for one in servers if one]
+    if shape != "cube":
+        assert np.array_equal(part.bandwidth, cluster.bandwidth[:count, :count])
+        assert np.array_equal(part.latency, cluster.latency[:count, :count])
+
+
+def test_all_devices_are_the_cluster_itself():
+    cluster = dgx1()
+    assert first_devices(cluster, 8) is cluster
+
+
+def test_devices_connected_by_others_only_are_refused():
+    devices = [Device(name, "v100", 1e9) for name in "abc"]
+    line = from_matrix(devices, [[None, None, 1e9], [None, None, 1e9], [1e9, 1e9, None]])
+    with pytest.raises(InputError, match=r"'matrix, first 2' is not connected"):
+        first_devices(line, 2)
+
+
+@pytest.mark.parametrize("count", [0, 9])
+def test_other_numbers_are_refused(count):
+    with pytest.raises(InputError, match=f"devices must be 1 to 8.*got {count}"):
+        first_devices(dgx1(), count)
+
+
+def test_memory_is_of_every_device():
+    assert {one.memory_bytes for one in with_memory(dgx1(), 7e9).devices} == {7e9}
+
+
+def cost(size: int, *shares: float | None) -> LayerCost:
+    names = ("forward_share", "input_gradient_share", "weight_gradient_share")
+    given = dict(zip(names, shares, strict=False))
+    return LayerCost(size, 1.0, 1.0, 1.0, input_gradient_seconds=1.0, weight_gradient_seconds=1.0,
+                     **given)  # fmt: skip
+
+
+def problem(assumed: float | None = None) -> PipelineProblem:
+    """Two layers: shares at 2 and 8 samples; at 8 samples, only of the forward."""
+    layers = (
+        Layer("one", 1.0, (cost(2, 0.2, 0.3, 0.4), cost(8, 0.6, 0.5, 0.9))),
+        Layer("two", 1.0, (cost(8, 0.7),)),
+    )
+    cluster = uniform_servers(1, 8, Link(1e9))
+    return PipelineProblem(Chain("m", "by hand", 8, layers), cluster, 1, assumed_share=assumed)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "first"),
+    [
+        (1, [0.6, 0.5, 0.9]),
+        (2, [0.6, 0.5, 0.9]),  # 4 samples: the larger of both neighbours
+        (4, [0.2, 0.3, 0.4]),
+        (8, [0.2, 0.3, 0.4]),  # 1 sample: below the smallest
+    ],
+)
+def test_shares_at_other_sizes(replicas: int, first: list[float]) -> None:
+    found: Floats = problem().layer_shares("v100", replicas)
+    assert found[:, 0].tolist() == first
+    assert found[:, 1].tolist() == [0.7, 1, 1]
+    assert problem(0.3).layer_shares("v100", replicas)[:, 1].tolist() == [0.7, 0.3, 0.3]
+
+
+def test_the_largest_share_of_a_stage_counts() -> None:
+    stage = Stage((0, 2), ("s0g0",))
+    assert kernel_shares(problem(0.3), stage) == {F: 0.7, I: 0.5, W: 0.9, B: 0.9, UPDATE: 1}
+    again = kernel_shares(problem(0.3), replace(stage, recompute="full"))
+    assert (again[I], again[B]) == (0.7, 0.9)
+    assert set(kernel_shares(problem(), stage).values()) == {0.7, 1.0}
+
+
+def test_shares_are_above_0_and_at_most_1(tmp_path) -> None:
+    for wrong in (0.0, 1.1):
+        with pytest.raises(InputError, match="weight_gradient_share must be above 0 and at most 1"):
+            cost(1, 0.5, 0.5, wrong)
+    save_model(problem().chain, tmp_path / "m.json")
+    assert load_model(tmp_path / "m.json") == problem().chain
+    assert problem(0.3).digest != problem().digest != problem(0.4).digest
+
+
+def test_covered_seconds() -> None:
+    nan = float("nan")
+    starts, ends = [[4.0, 0.0, nan, 1.0, 9.0], [5.0, 2.0, nan, 3.0, 9.0]]
+    assert covered_seconds(np.array(starts), np.array(ends)) == 4
+    assert covered_seconds(np.array([nan]), np.array([nan])) == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from layout_problems import DEEPSEEK, GPT2, LLAMA, MIXTRAL
 
-from stagewright.executor.export.anchor import anchor_script
+from stagewright.executor.export.layouts.common import anchor_script
 from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
 from stagewright.formulations.parallelism.ranges import causes

@@ -13,9 +13,8 @@ from profiles import UNSHRUNK, examples
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
-from stagewright.formulations.parallelism.expressible import require_expressible
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
-from stagewright.formulations.parallelism.lowering import carried_out, lowered
+from stagewright.formulations.parallelism.lowering import carried_out, lowered, require_expressible
 from stagewright.formulations.parallelism.schedules import Schedule
 from stagewright.formulations.parallelism.training import (
     TrainingProblem,

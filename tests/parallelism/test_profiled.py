@@ -15,16 +15,14 @@ from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.parallelism.profiles.cluster import Pool, Route, ServerPools
 from stagewright.formulations.parallelism.profiles.pipelines import (
     MemoryRule,
-    ProfiledProblem,
-    evaluate,
-    least_finish,
-    pipeline_seconds,
-)
-from stagewright.formulations.parallelism.profiles.plan import (
     ProfiledPlan,
+    ProfiledProblem,
     ProfiledStage,
     Replica,
+    evaluate,
     even_microbatches,
+    least_finish,
+    pipeline_seconds,
 )
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.models.layer_profiles import LayerProfiles, LayerSizes, Measured

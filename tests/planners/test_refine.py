@@ -25,8 +25,7 @@ from stagewright.formulations.plans.plan_class import EVERY_FINITE
 from stagewright.formulations.plans.structure import Structure
 from stagewright.graphs.machines.cluster import Device, from_matrix
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.solvers.planners.baselines.dp import plan_dp
-from stagewright.solvers.planners.baselines.gpipe import plan_gpipe
+from stagewright.solvers.planners.baselines.simple import plan_dp, plan_gpipe
 from stagewright.solvers.planners.general import plan_general
 from stagewright.solvers.planners.steps.proposal import Choices, Proposal, cost_of
 from stagewright.solvers.planners.structures import refine as search

@@ -1,4 +1,4 @@
-"""Training by plans of pipelines that are made from its own measurements, on pretended machines."""
+"""Trainings planned by their own measurements on pretended machines; orders timed again."""
 
 import pytest
 from hypothesis import given
@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from profiles import examples
 
 from stagewright.executor.programs.trace import Trace, TracedStep
+from stagewright.formulations.pipelines.windows import timetable_of_order
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.machines.cluster import Cluster, Link, from_matrix, uniform_servers
@@ -13,6 +14,8 @@ from stagewright.graphs.machines.parts import with_slower_links
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.service.pipelines.requests import PlanRequest
 from stagewright.service.pipelines.rounds import PipelineRounds
+from stagewright.service.schedules.requests import ScheduleRequest
+from stagewright.service.schedules.scheduling import schedule
 from stagewright.solvers.planners.steps.warm_start import in_its_order
 
 BANDWIDTH = 1e12
@@ -98,3 +101,36 @@ def test_slow_links() -> None:
         assert slow.bandwidth[0, 1] == BANDWIDTH / 32
         assert slow.latency[0, 1] == 4e-5
         assert with_slower_links(slow, 0.25).links == cluster.links
+
+
+KINDS = ("gpipe", "1f1b", "pe", "interleaved", "zb-h1", "zb1p", "zbv", "v-half", "optimal")
+
+
+@examples(100)
+@given(st.data())
+def test_generated_orders_have_their_times_and_optimal_ones_stay_valid(data):
+    kind = data.draw(st.sampled_from(KINDS))
+    stages = data.draw(st.integers(2, 3))
+    microbatches = stages * data.draw(st.integers(1, 2))
+
+    def times(most, count=stages):
+        drawn = data.draw(st.lists(st.integers(1, most), min_size=count, max_size=count))
+        return tuple(map(float, drawn))
+
+    request = ScheduleRequest.of(
+        microbatches=microbatches,
+        forward=times(4),
+        backward=times(5),
+        weight_gradient=times(4),
+        transfers=times(8, 1),  # as slow as computations, or slower
+        kind=kind,
+        time_limit=1.0,
+    )
+    answer = schedule(request)
+    order = answer.timed.order
+    timed, times_again = timetable_of_order(answer.problem, order)
+    assert answer.problem.evaluate(times_again) == pytest.approx(timed.makespan())
+    assert timed.makespan() >= answer.bound * (1 - 1e-9)
+    if kind != "optimal":
+        assert timed.makespan() == answer.makespan
+        assert timed.starts == answer.timed.starts

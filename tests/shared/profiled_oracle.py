@@ -3,8 +3,13 @@
 from collections.abc import Iterator
 from itertools import combinations, product
 
-from stagewright.formulations.parallelism.profiles.pipelines import ProfiledProblem, evaluate
-from stagewright.formulations.parallelism.profiles.plan import ProfiledPlan, ProfiledStage, Replica
+from stagewright.formulations.parallelism.profiles.pipelines import (
+    ProfiledPlan,
+    ProfiledProblem,
+    ProfiledStage,
+    Replica,
+    evaluate,
+)
 from stagewright.graphs.documents.errors import InvalidPlan
 
 

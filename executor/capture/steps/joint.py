@@ -28,8 +28,7 @@ from torch.fx import traceback as fx_traceback
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from stagewright.executor.capture.python_state import Snapshot, attributes_kept, described, snapshot
-from stagewright.executor.capture.steps.lines import lines_marked
-from stagewright.executor.capture.steps.recurrent import LayerByLayer
+from stagewright.executor.capture.steps.modes import LayerByLayer, lines_marked
 from stagewright.executor.capture.steps.refusals import (
     refusing,
     require_dense,

@@ -1,13 +1,21 @@
-"""Helpers of all layout formats: number types, nodes, and the text of Python files."""
+"""Parts of layout formats: number types, nodes, the text of Python files, and timing scripts."""
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
+from pprint import pformat
 from typing import Literal, TypeAlias
 
+from stagewright.executor.export.layouts.rules import described
 from stagewright.executor.export.options import filled
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.graphs.documents.documents import to_json
+from stagewright.graphs.machines.anchors import TimedModel
+from stagewright.graphs.machines.rates import RateSet
 from stagewright.graphs.models.architecture import Architecture, GroupedAttention, LatentAttention
+from stagewright.graphs.models.shards import LayerKind
 
 Fields: TypeAlias = dict[str, object]
 NumberType = Literal["bf16", "fp16", "fp32"]
@@ -125,3 +133,35 @@ def rotary_and_norms(architecture: Architecture, base: str, epsilon: str) -> Fie
     """The base of rotary positions and the epsilon of norms, if the model file has them."""
     found: Fields = {base: architecture.rotary_base, epsilon: architecture.norm_epsilon}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def anchor_script(
+    model: TimedModel,
+    rates: RateSet,
+    stack: str,
+    degrees: Mapping[LayerKind, Sequence[tuple[int, int, bool]]],
+    samples: Sequence[int],
+    gradient_bytes: int = 4,
+) -> str:
+    """The text of the script for the degrees of every kind of layer and numbers of samples.
+
+    ``rates`` and ``stack`` are passed on to what the script writes; ``gradient_bytes`` are of a
+    weight's gradient, summed over microbatches.
+    """
+    case = {
+        "model": json.loads(to_json(model)),
+        "rates": json.loads(to_json(rates)),
+        "stack": stack,
+        "degrees": {kind: [list(one) for one in of] for kind, of in degrees.items()},
+        "samples": list(samples),
+        "gradient_bytes": gradient_bytes,
+    }
+    timed = None if stack == "plan" else described(stack).get("timed")
+    layers = "" if timed is None else _template(f"anchor_{timed}")
+    script = _template("anchor").replace('"STACK"\n', layers)
+    return script.replace('"CASE"', pformat(case, width=100, sort_dicts=False))
+
+
+def _template(name: str) -> str:
+    folder = files("stagewright.executor.export") / "templates"
+    return (folder / f"{name}.py.txt").read_text(encoding="utf-8")

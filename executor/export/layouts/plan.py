@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 from stagewright.executor.export.layouts.rules import Framework, FrameworkRule
-from stagewright.formulations.parallelism.expressible import require_expressible
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -35,6 +34,8 @@ def documents(
 
 
 def _require(problem: TrainingProblem, layout: Layout, _: str) -> None:
+    from stagewright.formulations.parallelism.lowering import require_expressible
+
     require_expressible(problem, layout)
 
 

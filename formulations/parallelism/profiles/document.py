@@ -10,10 +10,10 @@ from pydantic import ConfigDict
 from stagewright.formulations.parallelism.document import LayoutBound, differ, faults_of_time
 from stagewright.formulations.parallelism.profiles.pipelines import (
     ProfiledEstimate,
+    ProfiledPlan,
     ProfiledProblem,
     evaluate,
 )
-from stagewright.formulations.parallelism.profiles.plan import ProfiledPlan
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.documents.units import format_bytes

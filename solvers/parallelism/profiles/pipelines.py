@@ -15,10 +15,12 @@ from stagewright.formulations.forms.answers import Limits, Status, settled
 from stagewright.formulations.parallelism.profiles.cluster import ServerPools
 from stagewright.formulations.parallelism.profiles.pipelines import (
     ProfiledEstimate,
+    ProfiledPlan,
     ProfiledProblem,
+    ProfiledStage,
+    Replica,
     evaluate,
 )
-from stagewright.formulations.parallelism.profiles.plan import ProfiledPlan, ProfiledStage, Replica
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.solvers.parallelism.profiles.labels import Overflow, ProfileLabel, ProfileLabels
 from stagewright.solvers.parallelism.profiles.tables import (

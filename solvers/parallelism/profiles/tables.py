@@ -10,10 +10,10 @@ import numpy as np
 from stagewright.formulations.parallelism.profiles.pipelines import (
     ProfiledProblem,
     cut_seconds,
+    even_microbatches,
     pipeline_seconds,
     ring_bytes,
 )
-from stagewright.formulations.parallelism.profiles.plan import even_microbatches
 from stagewright.graphs.documents.arrays import Floats
 
 

@@ -7,8 +7,15 @@ from numpy.typing import NDArray
 
 from stagewright.formulations.pipelines.bppm import Recurrence
 from stagewright.graphs.documents.arrays import Floats, Ints
-from stagewright.solvers.pipelines.compiled import copy, entry, lean, lean_entry, refer
-from stagewright.solvers.pipelines.prices import paced, ring_pace
+from stagewright.solvers.pipelines.compiled import (
+    copy,
+    entry,
+    lean,
+    lean_entry,
+    paced,
+    refer,
+    ring_pace,
+)
 
 Words = NDArray[np.uint64]
 ONE = np.uint64(1)

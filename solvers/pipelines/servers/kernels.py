@@ -14,8 +14,7 @@ from stagewright.formulations.pipelines.bounds.server_relaxation import (
     ServerRelaxation,
 )
 from stagewright.graphs.documents.arrays import Floats
-from stagewright.solvers.pipelines.compiled import copy, lean, lean_entry, refer
-from stagewright.solvers.pipelines.prices import paced
+from stagewright.solvers.pipelines.compiled import copy, lean, lean_entry, paced, refer
 from stagewright.solvers.pipelines.servers.conditions import (
     ALONE,
     Scratch,

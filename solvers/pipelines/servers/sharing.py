@@ -8,8 +8,7 @@ stage. Both limit the layers that the groups can have together.
 import numpy as np
 
 from stagewright.graphs.documents.arrays import Floats
-from stagewright.solvers.pipelines.compiled import lean
-from stagewright.solvers.pipelines.prices import paced
+from stagewright.solvers.pipelines.compiled import lean, paced
 from stagewright.solvers.pipelines.servers.conditions import Scratch, next_link
 from stagewright.solvers.pipelines.servers.labels import (
     BACK,

@@ -9,8 +9,7 @@ import numpy as np
 
 from stagewright.formulations.pipelines.bounds.server_relaxation import ServerRelaxation
 from stagewright.graphs.documents.arrays import Floats
-from stagewright.solvers.pipelines.compiled import lean, lean_entry, refer
-from stagewright.solvers.pipelines.prices import paced
+from stagewright.solvers.pipelines.compiled import lean, lean_entry, paced, refer
 
 FAST = 0  # the best link
 

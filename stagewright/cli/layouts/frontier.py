@@ -99,7 +99,7 @@ def _cost(request: "FrontierRequest", answer: "FrontierAnswer") -> str:
 
 
 def _draw(png: Path, title: str, request: "FrontierRequest", answer: "FrontierAnswer") -> None:
-    from stagewright.executor.drawing.charts.frontier import frontier_png
+    from stagewright.executor.drawing.charts.memory_bars import frontier_png
 
     deadline = request.deadline_seconds
     days = None if deadline is None else deadline / 86_400

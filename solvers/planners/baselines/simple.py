@@ -1,4 +1,4 @@
-"""GPipe: equal numbers of layers on every device, all forwards before all backwards."""
+"""SPP's simplest baselines (section V-A): data parallelism, and GPipe without replication."""
 
 import numpy as np
 
@@ -14,6 +14,27 @@ from stagewright.solvers.planners.steps.proposal import (
     shortage,
 )
 from stagewright.solvers.planners.structures.uniform import UniformPlanner
+
+
+def plan_dp(problem: PipelineProblem, limits: Limits, on_progress: OnProgress) -> Proposal | NoPlan:
+    """One stage on all devices, which split each microbatch, followed by one all-reduce.
+
+    If there are more devices than samples in a microbatch, the surplus devices stay idle.
+    """
+    layers = len(problem.chain)
+    devices = range(min(len(problem.cluster), problem.most_replicas(0, layers)))
+    whole = (StageChoice(0, layers, tuple(devices)),)
+    scheduling = makespan_problem(problem, whole)
+    if scheduling is None:
+        return NoPlan(shortage(problem, whole))
+    times = list_schedule(scheduling, "1f1b")
+    assert times is not None  # 1F1B keeps every limit
+    return proposal_of(problem, named_stages(problem, whole), times)
+
+
+DP = UniformPlanner(
+    "dp", "data parallelism: the whole model on every device", "SPP section V-A, baseline", plan_dp
+)
 
 
 def plan_gpipe(
@@ -32,6 +53,6 @@ def plan_gpipe(
     return proposal_of(problem, named_stages(problem, stages), times)
 
 
-PLANNER = UniformPlanner(
+GPIPE = UniformPlanner(
     "gpipe", "equal numbers of layers, all forwards first", "Huang et al., NeurIPS 2019", plan_gpipe
 )
