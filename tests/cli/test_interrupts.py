@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 from commands import FT06, answered, answered_json
-from processes import PATIENCE
+from processes import PATIENCE, in_a_terminal, wait_for
 from profiles import slow_after
 from rich.console import Console
-from terminals import in_a_terminal, wait_for
 
 from stagewright.cli import SIGNALS, console, interruptible, solving
 from stagewright.cli.console import ProgressLine

@@ -12,10 +12,9 @@ from typing import TypeVar
 
 import pytest
 from commands import refused
-from disks import small_disk
 from planning_jobs import TWO_JOBS, long_request
 from postgres import PostgreSQL, postgres_server
-from processes import PATIENCE
+from processes import PATIENCE, small_disk
 
 pytest.importorskip("fastapi", reason="the service is not installed")
 pytest.importorskip("httpx", reason="httpx is not installed")

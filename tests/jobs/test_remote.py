@@ -17,10 +17,9 @@ import pytest
 from commands import FT06, answered, answered_json, refused, run
 from markets import series
 from planning_jobs import TWO_JOBS, TWO_OPERATORS, long_request
-from processes import PATIENCE
+from processes import PATIENCE, in_a_terminal, wait_for
 from profiles import slow_after
 from served import served
-from terminals import in_a_terminal, wait_for
 
 pytest.importorskip("fastapi", reason="the service is not installed")
 pytest.importorskip("httpx_sse", reason="the client is not installed")

@@ -3,10 +3,9 @@
 import math
 
 import pytest
-from balanced import balanced_partitions
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from oracles import bottleneck, prm_table
+from oracles import balanced_partitions, bottleneck, prm_table
 from profiles import examples
 from strategies import PROBLEMS, hard_problem
 

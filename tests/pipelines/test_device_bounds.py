@@ -8,10 +8,11 @@ from math import inf
 
 import numpy as np
 import pytest
+from group_instances import named_stages
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from language_instances import random_instance
-from language_oracle import Language, _Search
+from language_oracle import Language, Search
 from language_prices import Instance
 from language_schedule import TICK, best_schedule, build_tasks, fits
 from profiles import UNSHRUNK, examples, slow_after
@@ -216,17 +217,13 @@ def test_no_schedule_of_the_language_undercuts_a_bound(seed):
     """Unlike devices, offloading and uneven shares, against the oracle of the language."""
     documents, problem = read(seed)
     instance, draw = Instance(*documents), random.Random(seed)
-    search = _Search(instance, Language())
+    search = Search(instance, Language())
     found = list(islice(search.structures(), 3000))
     for plain in draw.sample(found, min(4, len(found))):
         stages = tuple(draw.choice([one, *search.stage_variants(one)]) for one in plain)
         if not fits(instance, stages):
             continue
-        named = [
-            Stage((one.start, one.stop), tuple(instance.names[d] for d in one.devices),
-                  one.replication, one.recompute, one.offload)
-            for one in stages
-        ]  # fmt: skip
+        named = named_stages(instance, stages)
         for parts in (False, True):
             ticks, _ = best_schedule(instance, stages, build_tasks(instance, stages, parts), inf)
             tasks = tasks_of_stages(problem, named, parts)

@@ -4,24 +4,39 @@ The oracle knows nothing of the relaxation: it enumerates all structures of tiny
 schedules them by CP-SAT. Its plans are checked, so that a violation is one of the checker's rules.
 """
 
+import json
 import math
+import random
+from itertools import islice
 
 import pytest
-from group_instances import FAMILIES, random_problem
-from group_oracle import fastest_plan
+from group_instances import FAMILIES, documents_of, named_stages, random_problem
+from language_oracle import Language, Search, best
+from language_prices import Instance
+from language_schedule import TICK, best_schedule, build_tasks, fits
 from profiles import slow_after
 
 from stagewright.formulations.checking.check import check
+from stagewright.formulations.forms.answers import Limits
+from stagewright.formulations.pipelines.bounds.stages import schedule_bounds
+from stagewright.formulations.pipelines.grouped_stages import is_grouped, relaxed_schedule
 from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan, Stage
 from stagewright.formulations.plans.plan_class import SHARED_SPLIT, SHARED_WHOLE, class_of
+from stagewright.graphs.documents.documents import parse
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
+from stagewright.solvers.pipelines.scheduling import solve_schedule
 from stagewright.solvers.pipelines.servers.relaxation import is_server_bound, server_bound
 
 SECONDS = 60.0
 ROUNDING = 1e-9
 NEAR = 1.03  # plans that take longer than that many times the bound are not searched for
 SEEDS = [(name, seed) for seed in range(60) for name in FAMILIES]
+LANGUAGES = {  # by whether backwards may be split
+    split: Language(replications={"split"}, split_backward=split, groups=True)
+    for split in (False, True)
+}
 FASTER_PARTS = ("slow", 106)  # whole backwards that take longer than both of their parts
 
 
@@ -76,20 +91,28 @@ def on_servers():
     return PipelineProblem(Chain("m", "special", 2, layers), cluster, 3)
 
 
+def fastest_plan(problem, split, below=math.inf):
+    """Seconds of the fastest plan that takes less than ``below``, and the plan; None for none."""
+    found = best(*documents_of(problem), LANGUAGES[split], below=below)
+    if found is None:
+        return None
+    plan = json.dumps(found[1] | {"digest": problem.digest})
+    return found[0], parse(PipelinePlan, plan, "oracle", FORMAT, VERSION)
+
+
 def attack(problem, split):
-    """Compare the bound with the fastest plan near it, if there is one; return the plan."""
+    """Compare the bound with the fastest plan near it, if there is one."""
     plans = SHARED_SPLIT if split else SHARED_WHOLE
     bound = server_bound(problem, math.inf, SECONDS, plans)
-    plan, _ = fastest_plan(problem, split, bound * NEAR)
-    if plan is None:
-        return None
+    found = fastest_plan(problem, split, bound * NEAR)
+    if found is None:
+        return
+    cost, plan = found
     assert not check(problem, plan)
     assert plans.contains(class_of(plan))
-    cost = plan.predicted.iteration_seconds
     assert bound <= cost * (1 + ROUNDING)
     assert not is_server_bound(problem, cost * (1 + 1e-6), plans)  # sharper than the bound
     assert server_bound(problem, cost, SECONDS, plans) <= cost * (1 + ROUNDING)
-    return plan
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -106,17 +129,42 @@ def test_no_plan_is_faster_than_the_bound(name, seed, split):
 
 def test_the_oracle_shares_devices_in_any_order():
     """The first device runs layer 2 between the microbatches' ways through layer 1."""
-    plan, unknown = fastest_plan(SPECIAL["there and back"], False, math.inf)
-    assert unknown == 0
+    seconds, plan = fastest_plan(SPECIAL["there and back"], False)
     assert not check(SPECIAL["there and back"], plan)
-    assert plan.predicted.iteration_seconds == pytest.approx(6)
+    assert seconds == pytest.approx(6)
     first, between, last = (stage.devices for stage in plan.stages)
     assert first == last != between
 
 
 def test_the_bound_is_near_the_fastest_plan_on_servers():
     """One stage on all devices does not reduce all gradients in the time of the last layer's."""
-    plan, unknown = fastest_plan(on_servers(), False, math.inf)
-    assert unknown == 0
-    cost = plan.predicted.iteration_seconds
+    cost, _ = fastest_plan(on_servers(), False)
     assert 0.96 * cost < server_bound(on_servers(), math.inf, SECONDS, SHARED_WHOLE) <= cost
+
+
+@pytest.mark.parametrize(
+    ("name", "seed", "split"),
+    slow_after(len(FAMILIES), [(*one, i % 2 == 0) for i, one in enumerate(SEEDS)]),
+)
+def test_no_schedule_of_the_stages_undercuts_a_bound(name, seed, split):
+    """Recomputation, offloading, all-reduces in turn and both ways of a backward included."""
+    problem, draw = random_problem(name, seed), random.Random(seed)
+    instance = Instance(*documents_of(problem))
+    search = Search(instance, LANGUAGES[split])
+    found = list(islice(search.structures(), 300))
+    for plain in draw.sample(found, min(3, len(found))):
+        stages = tuple(draw.choice([one, *search.stage_variants(one)]) for one in plain)
+        if not fits(instance, stages):
+            continue
+        ticks, _ = best_schedule(instance, stages, build_tasks(instance, stages, split), math.inf)
+        cost = ticks * TICK * (1 + 1e-6)
+        relaxed = relaxed_schedule(problem, named_stages(instance, stages), split)
+        assert all(bound.seconds <= cost for bound in schedule_bounds(relaxed))
+        assert solve_schedule(relaxed, "optimal", Limits(0.5)).bound <= cost
+
+
+def test_stages_on_the_same_devices_in_another_order_are_no_group():
+    one, two = Stage((0, 1), ("a", "b")), Stage((1, 2), ("b", "a"))
+    assert not is_grouped((one, two))
+    assert is_grouped((one, Stage((1, 2), ("a", "b"))))
+    assert not is_grouped((one, Stage((1, 2), ("a",))))

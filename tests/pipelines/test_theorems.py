@@ -4,11 +4,11 @@ from itertools import combinations
 from math import inf
 
 import pytest
-from balanced import balanced_partitions
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import (
     all_stages,
+    balanced_partitions,
     bottleneck,
     brute_force_joint,
     brute_force_makespan,

@@ -5,9 +5,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from balanced import balanced_partitions
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from oracles import balanced_partitions
 from plans import AtFirstPlan, scaled, small_problem
 from profiles import examples, slow_after
 from strategies import PROBLEMS, hard_problem, paper_problem

@@ -1,14 +1,22 @@
-"""Random tiny problems by family, to attack bounds on plans whose stages share devices."""
+"""Random tiny problems by family, to attack bounds on plans whose stages share devices.
 
+As documents for the oracle of the language of plans, and its stages as the package's. Times and
+bytes are such that shares of a microbatch take whole ticks of the oracle.
+"""
+
+import json
 import math
 import random
 from dataclasses import dataclass
 
 from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Stage
+from stagewright.graphs.documents.documents import to_json
 from stagewright.graphs.machines.cluster import Device, from_matrix
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 
 MS, MB = 1e-3, 1e6
+TIME, SIZE = 6e-5, 1200.0  # what times and bytes are multiples of
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,21 @@ FAMILIES = {
     "levels": Family(layers=(2, 3, 4), devices=(3, 4), racks=True),
     "zeros": Family(),
 }
+
+
+def documents_of(problem):
+    """The model, the cluster and the number of microbatches."""
+    chain, cluster = (json.loads(to_json(one)) for one in (problem.chain, problem.cluster))
+    return chain, cluster, problem.microbatches
+
+
+def named_stages(instance, stages):
+    """Stages of the oracle, whose devices are numbers."""
+    return [
+        Stage((one.start, one.stop), tuple(instance.names[d] for d in one.devices),
+              one.replication, one.recompute, one.offload)
+        for one in stages
+    ]  # fmt: skip
 
 
 def random_problem(name, seed):
@@ -147,7 +170,7 @@ def _chain(draw, name, family):
         whole = parts == "none" or (parts == "some" and draw.random() < 0.4)
         costs = _costs(draw, times, sizes, even, whole, wide, draw.randint(0, updates))
         least = min(samples, draw.choice((1, 1, 1, 1, 2)))
-        rows.append(Layer(f"l{i}", own * MB, tuple(costs), least))
+        rows.append(Layer(f"l{i}", _whole(own * MB, SIZE), tuple(costs), least))
     return Chain("m", "random", samples, tuple(rows), draw.choice((0.0, 2.0)))
 
 
@@ -161,18 +184,26 @@ def _costs(draw, times, sizes, even, whole, wide, update):
             part = size / sizes[-1]
             ratio = draw.choice((part, part if even else math.sqrt(part), part if even else 1.0))
             ratio = 1.0 if size == sizes[-1] else ratio
-            forward, backward = (one * ratio * speed * MS for one in times)
+            forward, backward = (_whole(one * ratio * speed * MS, TIME) for one in times)
+            first, second = (_whole(backward * one, TIME) for one in (share, 1 - share))
             of_input = {
-                "input_gradient_seconds": backward * share,
-                "weight_gradient_seconds": backward * (1 - share),
-                "backward_seconds": backward * ratio_of_whole if ratio_of_whole else None,
+                "input_gradient_seconds": first,
+                "weight_gradient_seconds": second,
+                "backward_seconds": max(first, _whole(backward * ratio_of_whole, TIME))
+                if ratio_of_whole
+                else None,  # never less than its first part
             }
             yield LayerCost(
                 size,
                 forward,
-                saved * part * MB,
-                output * part * MB,
+                _whole(saved * part * MB, SIZE),
+                _whole(output * part * MB, SIZE),
                 **({"backward_seconds": backward} if whole else of_input),
-                update_seconds=update * speed * MS or None,
+                update_seconds=_whole(update * speed * MS, TIME) or None,
                 device_kind=kind,
             )
+
+
+def _whole(value, unit):
+    """The nearest multiple of ``unit``, as exact as a float can be."""
+    return round(round(value / unit) * unit, 9)

@@ -35,7 +35,7 @@ from language_schedule import (
     to_ticks,
 )
 
-__all__ = ["Language", "best", "evaluate", "least_memory_fits"]
+__all__ = ["Language", "Search", "best", "evaluate", "least_memory_fits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,13 @@ class Language:
     groups: bool = False
 
 
-def best(model, cluster, microbatches, language=None, memory_limit=None):
-    """The fastest plan of the language: (seconds, plan document), or None if nothing fits."""
-    search = _Search(Instance(model, cluster, microbatches, memory_limit), language or Language())
+def best(model, cluster, microbatches, language=None, memory_limit=None, below=inf):
+    """The fastest plan of the language: (seconds, plan document), or None if nothing fits.
+
+    Also None if no plan takes less than ``below`` seconds.
+    """
+    search = Search(Instance(model, cluster, microbatches, memory_limit), language or Language())
+    search.ticks = below if below == inf else to_ticks(below)
     search.run()
     if search.schedule is None:
         return None
@@ -65,7 +69,7 @@ def best(model, cluster, microbatches, language=None, memory_limit=None):
 
 def least_memory_fits(model, cluster, microbatches, language=None, memory_limit=None):
     """Whether any plan of the language fits into memory."""
-    search = _Search(Instance(model, cluster, microbatches, memory_limit), language or Language())
+    search = Search(Instance(model, cluster, microbatches, memory_limit), language or Language())
     return any(
         fits(search.instance, variant)
         for stages in search.structures()
@@ -133,7 +137,7 @@ def _entries(instance, stages, key, start, finish):
 # Structures.
 
 
-class _Search:
+class Search:
     """Best first over structures; ``ticks``, ``stages`` and ``schedule`` are the best so far."""
 
     def __init__(self, instance, language):

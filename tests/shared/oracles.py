@@ -13,9 +13,11 @@ from math import inf
 
 import numpy as np
 
+from stagewright.formulations.pipelines.bppm import BalancedPartition, StageChoice
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.plans.memory import in_flight_limit
 from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.solvers.pipelines.partition.passes import PartitionSearch
 
 Stage = tuple[int, int, tuple[int, ...]]  # layers [start, stop) and device positions
 
@@ -368,3 +370,16 @@ def lemma2_factor(problem: PipelineProblem) -> float:
     gamma = sum(times) / count
     work = max([max(times) * max(links), *data])
     return 1 + work / gamma * (1 / min(links) - 1 / max(links))
+
+
+def balanced_partitions(
+    problem: PipelineProblem, order: Sequence[int]
+) -> dict[int, tuple[float, tuple[StageChoice, ...]]]:
+    """W and its partition for every feasible number of stages, with devices in ``order``."""
+    search = PartitionSearch(BalancedPartition(problem, tuple(order)))
+    solved = {stages: search.solve(stages) for stages in search.bound}
+    return {
+        stages: (balanced.bottleneck_seconds, balanced.stages)
+        for stages, balanced in solved.items()
+        if balanced is not None
+    }

@@ -1,11 +1,20 @@
-"""Processes of this machine, as ``/proc`` tells of them."""
+"""Processes as ``/proc`` tells of them, commands in a terminal, and a disk that is full soon."""
 
 import contextlib
 import multiprocessing
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+import pytest
 
 PATIENCE = 600.0  # seconds, on a busy machine that compiles its kernels first
 
@@ -96,3 +105,56 @@ def _command(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
+
+
+def in_a_terminal(arguments: list[str]) -> tuple[subprocess.Popen[bytes], list[str]]:
+    """A real process whose standard error is a pseudo-terminal, and what that shows so far."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stagewright", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "200"},
+    )
+    os.close(theirs)
+    shown: list[str] = []
+
+    def read() -> None:
+        with suppress(OSError):  # the process has ended
+            while data := os.read(ours, 4096):
+                shown.append(data.decode(errors="replace"))
+
+    threading.Thread(target=read, daemon=True).start()
+    return process, shown
+
+
+def wait_for(shown: list[str], pattern: str) -> str:
+    """What is shown once ``pattern`` is there."""
+    ends = time.monotonic() + PATIENCE
+    while not re.search(pattern, "".join(shown)) and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert re.search(pattern, "".join(shown)), "".join(shown)[-2000:]
+    return "".join(shown)
+
+
+PAGE = 4096  # what a file takes at least
+
+
+@contextmanager
+def small_disk(folder: Path, pages: int) -> Iterator[None]:
+    """A file system in memory at ``folder``, of so many pages; skips where none may be mounted."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={pages * PAGE}", "tmpfs", str(folder)]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no file system may be mounted here: {error}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def pages_of(folder: Path) -> int:
+    """The pages that the files of ``folder`` take."""
+    return sum(-(-path.stat().st_size // PAGE) for path in folder.rglob("*") if path.is_file())

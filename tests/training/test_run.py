@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disks import pages_of, small_disk
 from launches import TESTS, TIMEOUT_SECONDS, Job, until
+from processes import pages_of, small_disk
 from profiles import slow_after
 from training_plans import gpipe, straight
 from typer.testing import CliRunner
