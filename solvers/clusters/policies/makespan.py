@@ -34,6 +34,7 @@ def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:
         level.allocation,
         f"duals of the linear program in 1/T over groups of jobs ({level.backend})",
         maximises=False,
+        one_more=1 / level.bound - 1 / (level.bound + level.price),
     )
     if not problem.elastic:
         return result
