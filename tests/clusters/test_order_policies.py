@@ -397,17 +397,6 @@ def test_one_more_accelerator_buys_no_more_than_its_price(
     assert price <= (scale - best(-step)) / step + 1e-4 * scale
 
 
-@pytest.mark.parametrize("policy", ["finish-time-fairness", "fifo", "sjf"])
-@examples(6, derandomize=True)
-@given(random_case(space_sharing=False, placement=False))
-def test_agnostic_equals_aware_on_one_type(policy: str, case: Case):
-    largest = max(case.pool.accelerators, key=lambda accelerator: accelerator.count)
-    problem = problem_of(case.workload, parse_pool(f"{largest.name}={largest.count}"))
-    problem = replace(problem, elapsed_seconds=case.problem.elapsed_seconds)
-    aware, agnostic = allocate(problem, policy), allocate(problem, f"{policy}-agnostic")
-    assert aware.objective == pytest.approx(agnostic.objective, rel=2e-6)
-
-
 @pytest.mark.parametrize("policy", ["finish-time-fairness", "fifo"])
 @examples(6, derandomize=True)
 @given(random_case(space_sharing=True, placement=False))
