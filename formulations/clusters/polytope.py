@@ -106,6 +106,14 @@ class Polytope:
             upper[rows[self.groups.size[self.apart_group] > 1]] = np.inf
         return upper
 
+    def prices(self, duals: Floats) -> Floats:
+        """How much lower one more accelerator of each type makes a bound by ``duals``; (types,).
+
+        ``duals`` are of a minimised form whose first rows are the polytope's.
+        """
+        types = len(self.problem.table.counts)
+        return np.maximum(0.0, -duals[len(self.groups) :][:types])
+
     def invert(self, y: Floats, *, all_served: bool = False) -> Allocation:
         """The allocation to jobs that has these totals.
 

@@ -20,6 +20,7 @@ from stagewright.formulations.clusters.allocation_plan import (
     shares_of,
 )
 from stagewright.formulations.forms.answers import Limits, OnProgress, StopToken, silent
+from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import PairRate
 from stagewright.service.clusters.answers import (
@@ -205,6 +206,7 @@ def _answer(
         wall_seconds=result.seconds,
         utilisation=_utilisation(problem, result),
         duals=None if result.duals is None else result.duals.named(problem),
+        one_more=_by_type(problem, result.one_more),
         allocation=None if plan is None else plan.shares,
         prices=() if priced is None else priced.prices,
         assumed=() if priced is None else priced.assumed,
@@ -241,8 +243,15 @@ def _utilisation(problem: AllocationProblem, result: AllocationResult) -> dict[s
     """The fraction of each type's accelerators in use; None without an allocation."""
     if result.allocation is None:
         return None
-    parts = accelerators_in_use(problem, result.allocation) / problem.table.counts
-    return dict(zip(problem.table.pool.names, parts.tolist(), strict=True))
+    used = accelerators_in_use(problem, result.allocation)
+    return _by_type(problem, used / problem.table.counts)
+
+
+def _by_type(problem: AllocationProblem, values: Floats | None) -> dict[str, float] | None:
+    """The values of the pool's types, by their names."""
+    if values is None:
+        return None
+    return dict(zip(problem.table.pool.names, values.tolist(), strict=True))
 
 
 def policy_allocator(

@@ -90,7 +90,9 @@ class ShareAnswer(Answer):
 class AllocateAnswer(Answer):
     """The answer of a policy; ``allocation`` is None if there is none.
 
-    ``prices`` are the throughputs that were computed for trainings, with what was ``assumed``.
+    ``one_more`` is how far one more accelerator of each type moves ``bound`` at most, where its
+    duals say so. ``prices`` are the throughputs that were computed for trainings, with what was
+    ``assumed``.
     """
 
     status: Status
@@ -103,6 +105,7 @@ class AllocateAnswer(Answer):
     notes: tuple[str, ...]
     utilisation: dict[str, float] | None
     duals: dict[str, Any] | None
+    one_more: dict[str, float] | None
     allocation: tuple[ShareAnswer, ...] | None
     prices: tuple[ComputedRate, ...] = ()
     assumed: tuple[str, ...] = ()

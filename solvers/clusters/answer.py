@@ -45,7 +45,9 @@ class AllocationResult:
     and bound are those of the problem as it sees it. ``levels`` is the round of water-filling in
     which each job was fixed. ``notes`` are for people: whose SLO cannot be met, what was rounded.
     Written-out programs have ``duals``. ``first`` is what runs until a job arrives or ends, where
-    that is not the allocation itself: the start of a schedule of the same objective.
+    that is not the allocation itself: the start of a schedule of the same objective. ``one_more``
+    is how far one more accelerator of each type moves ``bound`` at most, (types,): by the duals
+    that prove it, at the needs and floors of the jobs as they are.
     """
 
     status: Status
@@ -60,6 +62,7 @@ class AllocationResult:
     seconds: float = 0.0
     duals: Duals | None = None
     first: Allocation | None = None
+    one_more: Floats | None = None
 
     @property
     def gap(self) -> float | None:

@@ -105,7 +105,8 @@ ROUNDING = 1e-6  # relative: what solvers' tolerances leave
 class MaxLevel:
     """``theta`` is reached by ``allocation``; no allocation reaches more than ``bound``.
 
-    ``allocation`` is None and ``theta`` nan where there is none.
+    ``allocation`` is None and ``theta`` nan where there is none. One more accelerator of a type
+    adds at most its ``price`` to ``bound``, shape (types,).
     """
 
     status: Status
@@ -114,6 +115,7 @@ class MaxLevel:
     allocation: Allocation | None
     seconds: float
     backend: str
+    price: Floats
 
 
 def max_level(
@@ -170,11 +172,11 @@ def _solve(
     """Solve one linear program; also return the groups whose time is scarce."""
     valid = polytope(problem, groups)
     # No job can have more than its best rate all of the time.
-    most = float((problem.best_rates() / need).min())
+    most, free = float((problem.best_rates() / need).min()), np.zeros(len(problem.table.counts))
     program = level_program(valid, groups.total(need), most)
     answer = solve(program.form, backend, limits)
     if answer.values is None or answer.duals is None:
-        level = MaxLevel(answer.status, math.nan, math.nan, None, 0.0, answer.backend)
+        level = MaxLevel(answer.status, math.nan, math.nan, None, 0.0, answer.backend, free)
         return LevelAttempt(level, math.inf, all_scarce(groups), failed=True)
     allocation = valid.invert(np.clip(answer.values[:-1], 0.0, valid.most), all_served=True)
     theta = float((throughput(problem, allocation) / need).min())
@@ -182,5 +184,6 @@ def _solve(
     gap = (bound - theta) / abs(bound) if bound else 0.0
     # The optimum is of the program by groups; the bound says how good it is for the jobs.
     status = Status.OPTIMAL if gap <= max(tolerance, ROUNDING) else Status.FEASIBLE
-    level = MaxLevel(status, theta, bound, allocation, 0.0, answer.backend)
+    price = valid.prices(answer.duals) * program.unit
+    level = MaxLevel(status, theta, bound, allocation, 0.0, answer.backend, price)
     return LevelAttempt(level, gap, scarce_time(groups, answer.duals))

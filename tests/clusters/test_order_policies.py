@@ -12,7 +12,13 @@ from scipy.optimize import linprog
 from strategies_allocation import Case, random_case, use_of
 
 from stagewright.formulations.clusters.allocation import AllocationProblem, problem_of, throughput
-from stagewright.formulations.clusters.policies import fifo, finish_time, isolated, shortest_first
+from stagewright.formulations.clusters.policies import (
+    fifo,
+    finish_time,
+    isolated,
+    max_min,
+    shortest_first,
+)
 from stagewright.formulations.clusters.polytope import group_by, polytope
 from stagewright.formulations.clusters.rates import server_rows
 from stagewright.formulations.forms.answers import Answer, Limits, Status
@@ -360,18 +366,35 @@ def test_sjf_keeps_the_shortest_and_then_serves_the_others(case: Case):
     assert value @ throughput(problem, result.allocation) == pytest.approx(best, rel=1e-6)
 
 
-# Common to them.
+# Common to them, and to other policies.
 
 
-@pytest.mark.parametrize("policy", ["finish-time-fairness", "fifo", "sjf"])
-@examples(6, derandomize=True)
-@given(random_case(space_sharing=False, placement=False))
-def test_agnostic_equals_aware_on_one_type(policy: str, case: Case):
-    largest = max(case.pool.accelerators, key=lambda accelerator: accelerator.count)
-    problem = problem_of(case.workload, parse_pool(f"{largest.name}={largest.count}"))
-    problem = replace(problem, elapsed_seconds=case.problem.elapsed_seconds)
-    aware, agnostic = allocate(problem, policy), allocate(problem, f"{policy}-agnostic")
-    assert aware.objective == pytest.approx(agnostic.objective, rel=2e-6)
+@pytest.mark.parametrize("policy", ["max-min", "water-filling", "makespan", "max-throughput"])
+@some
+@given(random_case(), st.data())
+def test_one_more_accelerator_buys_no_more_than_its_price(
+    policy: str, case: Case, data: st.DataObject
+):
+    """The price is between the slopes of the optimum to the right and to the left."""
+    problem = case.problem
+    result, entries, fastest = allocate(problem, policy), Entries(problem), problem.table.alone
+    number = data.draw(st.integers(0, len(problem.table.counts) - 1))
+    row, upper = len(problem) + number, entries.upper.copy()
+
+    def best(more: float) -> float:
+        entries.upper[row] = upper[row] + more
+        if policy == "max-throughput":
+            value = 1 / fastest.max(axis=1)[problem.kind]
+            return entries.most(value, np.zeros(len(problem)))
+        return entries.level(problem.steps if policy == "makespan" else max_min.needs(problem))
+
+    price, step = result.one_more[number], 1e-3
+    if policy == "makespan":  # seconds: the program is in 1 / T
+        assert 1 / best(1.0) >= (result.bound - price) * (1 - 1e-6)
+        price = 1 / (result.bound - price) - 1 / result.bound
+    scale = best(0.0)
+    assert (best(step) - scale) / step <= price + 1e-4 * scale
+    assert price <= (scale - best(-step)) / step + 1e-4 * scale
 
 
 @pytest.mark.parametrize("policy", ["finish-time-fairness", "fifo"])

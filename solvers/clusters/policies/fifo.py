@@ -24,13 +24,17 @@ _MORE_PAIRS = 64  # of kinds, in a round
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Worth:
-    """``allocation`` is worth ``value``, none is worth more than ``bound``."""
+    """``allocation`` is worth ``value``, none is worth more than ``bound``.
+
+    One more accelerator of a type adds at most its ``price``, (types,), if that is known.
+    """
 
     status: Status
     value: float
     bound: float
     allocation: Allocation | None
     backend: str
+    price: Floats | None = None
 
 
 def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:
@@ -58,6 +62,7 @@ def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:
         found.bound,
         found.allocation,
         f"duals of the linear program over jobs ({found.backend})",
+        one_more=found.price,
     )
 
 
@@ -76,7 +81,8 @@ def most_value(problem: AllocationProblem, value: Floats, floor: Floats, limits:
     allocation = valid.invert(np.clip(answer.values, 0.0, valid.most))
     worth = float(value @ throughput(problem, allocation))
     bound = -weak_duality_bound(form, answer.duals)
-    return Worth(answer.status, worth, bound, allocation, answer.backend)
+    price = valid.prices(answer.duals)
+    return Worth(answer.status, worth, bound, allocation, answer.backend, price)
 
 
 def _in_runs(problem: AllocationProblem, value: Floats, floor: Floats, limits: Limits) -> Worth:

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, replace
 from time import perf_counter
 
+import numpy as np
+
 from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem
 from stagewright.formulations.clusters.policies import finish_time, shortest_first
 from stagewright.formulations.forms.answers import Limits, Status
@@ -50,7 +52,7 @@ def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:
     isolated = float(finish_time.ratios(problem, problem.isolated_throughput()).max())
     rho = max(isolated, bracket.low * (1 + TOLERANCE))
     tried: list[tuple[float, float]] = []
-    status, backend = Status.FEASIBLE, ""
+    status, backend, more = Status.FEASIBLE, "", list[float]()
     while not bracket.closed and len(tried) < _MOST_PROGRAMS:
         left = replace(limits, seconds=max(0.0, until - perf_counter()))
         level = max_level(
@@ -65,6 +67,7 @@ def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:
             status = Status.NO_ANSWER
             break
         bracket.low = max(bracket.low, finish_time.least_beyond(problem, rho, level.bound))
+        more = [finish_time.least_beyond(problem, rho, level.bound + one) for one in level.price]
         tried.append((rho, level.theta - 1))
         rho = _next(bracket, tried)
     if bracket.allocation is None:
@@ -76,6 +79,7 @@ def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:
         bracket.allocation,
         f"duals of {len(tried)} linear programs over groups of jobs ({backend})",
         maximises=False,
+        one_more=np.maximum(0.0, bracket.low - np.array(more)) if more else None,
     )
 
 

@@ -34,6 +34,7 @@ def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:
         level.allocation,
         f"duals of the linear program in 1/T over groups of jobs ({level.backend})",
         maximises=False,
+        one_more=1 / level.bound - 1 / (level.bound + level.price),
     )
     if not problem.elastic:
         return result
@@ -64,7 +65,7 @@ def _early(
         return result
     value, bound = -form.cost[: valid.columns] @ first, -weak_duality_bound(form, answer.duals)
     note = (
-        f"short jobs first: at the start jobs end at a rate of {value:.6g} in the makespan, by no "
-        f"order of an equal makespan at more than {bound:.6g} ({answer.backend})"
+        f"short jobs first: {value:.6g} jobs end per makespan at the speeds of the start, at "
+        f"those of no other start more than {bound:.6g} ({answer.backend})"
     )
     return replace(result, first=allocation, notes=(note,))

@@ -18,4 +18,5 @@ def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:
         level.bound,
         level.allocation,
         f"duals of the linear program over groups of jobs ({level.backend})",
+        one_more=level.price,
     )

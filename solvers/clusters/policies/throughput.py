@@ -25,4 +25,5 @@ def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:
         -weak_duality_bound(form, answer.duals),
         allocation,
         f"duals of the linear program over kinds of jobs ({answer.backend})",
+        one_more=valid.prices(answer.duals),
     )

@@ -32,11 +32,12 @@ class _Round:
     """``totals`` in ``rows`` raise all jobs by theta * need.
 
     Jobs that are ``stuck``, by job, get no further. No valid allocation raises all by more than
-    ``bound``.
+    ``bound``; one more accelerator of a type adds at most its ``price`` to that.
     """
 
     theta: float
     bound: float
+    price: Floats
     stuck: Bools
     rows: Rows
     totals: Floats
@@ -55,7 +56,7 @@ def fill(problem: AllocationProblem, needs: Needs, limits: Limits) -> Allocation
     floor = np.zeros(len(problem))
     levels = np.full(len(problem), -1)
     level = 0
-    last, bound = None, math.nan
+    last, bound, price = None, math.nan, np.zeros(0)
     while (levels < 0).any():
         need = needs(levels >= 0)
         speed = float((need / unit).max())
@@ -64,14 +65,15 @@ def fill(problem: AllocationProblem, needs: Needs, limits: Limits) -> Allocation
         if isinstance(found, Status):
             return _unfinished(problem, needs, found, last, bound)
         if last is None:
-            bound = found.bound / speed
+            bound, price = found.bound / speed, found.price / speed
         last = found
         if found.theta > _SAME_LEVEL:
             level += 1
             floor = floor + found.theta * need / speed
         levels[found.stuck & (levels < 0)] = level
     assert last is not None  # there are jobs
-    return _verified(problem, needs, levels, last, bound, _left(limits, ends))
+    result = _verified(problem, needs, levels, last, bound, _left(limits, ends))
+    return replace(result, one_more=price)
 
 
 def _left(limits: Limits, ends: float) -> Limits:
@@ -115,6 +117,7 @@ def _raise(
     return _Round(
         theta,
         -weak_duality_bound(form, answer.duals),
+        valid.prices(answer.duals),
         stuck[groups.of_job],
         rows,
         totals,

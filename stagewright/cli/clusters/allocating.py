@@ -141,6 +141,9 @@ def _print_allocation(answer: "AllocateAnswer") -> None:
     if answer.duals is not None:
         prices = answer.duals["accelerators"].items()
         say("duals: " + ", ".join(f"{name} {price:.6g}" for name, price in prices))
+    if answer.one_more is not None:
+        more = answer.one_more.items()
+        say("one more buys at most: " + ", ".join(f"{name} {worth:.4g}" for name, worth in more))
     if answer.utilisation is None:
         return
     _print_shares(answer)
