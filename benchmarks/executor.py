@@ -6,11 +6,13 @@ of the turns' ratios.
 """
 
 import copy
+import os
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, TypeVar
@@ -40,7 +42,7 @@ from stagewright.executor.export import export
 from stagewright.executor.programs.lower import lower
 from stagewright.executor.programs.program import Instruction, stages_on
 from stagewright.executor.programs.work import rows
-from stagewright.executor.training.interpreter.exchange import Boundary
+from stagewright.executor.training.interpreter.exchange import Boundary, schedule_gloo
 from stagewright.executor.training.interpreter.graph import Joint
 from stagewright.executor.training.interpreter.interpreter import Interpreter
 from stagewright.executor.training.interpreter.streams import OneStream
@@ -304,17 +306,18 @@ def race(rank: int, case: Race, turns: int) -> list[tuple[Clocks, Clocks]]:
     def ours() -> float | None:
         return executor.step(*batch)
 
+    sides = (ours, os.SCHED_BATCH), (theirs.step, os.SCHED_OTHER)  # gloo's threads as each has them
     taken = []
     for turn in range(WARM_UP + turns):
-        steps = (ours, theirs.step) if turn % 2 else (theirs.step, ours)
-        (one, loss), (other, other_loss) = map(clocked, steps)
+        (one, loss), (other, other_loss) = starmap(clocked, sides if turn % 2 else sides[::-1])
         if loss is not None:
             torch.testing.assert_close(loss, other_loss, rtol=1e-4, atol=1e-4)
         taken.append((one, other) if turn % 2 else (other, one))
     return taken[WARM_UP:]
 
 
-def clocked(step: Callable[[], float | None]) -> tuple[Clocks, float | None]:
+def clocked(step: Callable[[], float | None], policy: int) -> tuple[Clocks, float | None]:
+    schedule_gloo(policy)
     dist.barrier()
     began, cpu = time.perf_counter(), time.process_time()
     loss = step()

@@ -24,7 +24,6 @@ from benchmarks.forecasts import (
     WARM_UP,
     images,
     planned,
-    waited_seconds,
 )
 from benchmarks.ranks import CPU, SGD, on_ranks
 from benchmarks.report import Table, percent
@@ -32,6 +31,7 @@ from stagewright.executor.measuring.links import MeasuringMachine, describe, mea
 from stagewright.executor.measuring.whole_models import Profiled, mean_of_ranks
 from stagewright.executor.training.losses import loss_of_run
 from stagewright.executor.training.runtime import Executor
+from stagewright.executor.training.trace_recorder import waited_seconds
 
 Given = tuple[Tensor | dict[str, Tensor], Tensor | tuple[()]]
 
@@ -156,9 +156,9 @@ def forecast_orders(rank: int, name: str, turns: int, steps: int) -> list[list[O
 def _step(executor: Executor, batch: Given) -> tuple[float, float]:
     """Seconds without a core, and of a step, on the rank that had most of them."""
     dist.barrier()
-    before, began = waited_seconds(), perf_counter()
+    before, began = waited_seconds() or 0.0, perf_counter()
     executor.step(*batch)
-    found = torch.tensor([waited_seconds() - before, perf_counter() - began])
+    found = torch.tensor([(waited_seconds() or 0.0) - before, perf_counter() - began])
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found[0]), float(found[1])
 

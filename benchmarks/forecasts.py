@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -24,6 +23,7 @@ from stagewright.executor.measuring.links import MeasuringMachine, describe, mea
 from stagewright.executor.measuring.profiling import measure_layers
 from stagewright.executor.measuring.whole_models import mean_of_ranks
 from stagewright.executor.training.runtime import Executor
+from stagewright.executor.training.trace_recorder import waited_seconds
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.schedules.published.kinds import ScheduleChoice
@@ -204,17 +204,11 @@ def profiled(work: Workload) -> Chain:
 
 def _waits_of(executor: Executor, batch: Batch) -> float:
     """Carry out a step; the seconds that the rank which waited longest for a core did so."""
-    before = waited_seconds()
+    before = waited_seconds() or 0.0
     executor.step(*batch)
-    longest = torch.tensor(waited_seconds() - before)
+    longest = torch.tensor((waited_seconds() or 0.0) - before)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     return float(longest)
-
-
-def waited_seconds() -> float:
-    """How long this process's threads have been ready to run without a core; 0 but on Linux."""
-    threads = Path("/proc/self/task").glob("*/schedstat")
-    return 1e-9 * sum(int(one.read_text().split()[1]) for one in threads)
 
 
 def cuts_of(plan: PipelinePlan) -> str:

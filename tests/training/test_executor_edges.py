@@ -1,7 +1,9 @@
 """The executor at its edges: unusual models, state, memory, mistakes."""
 
 import gc
+import os
 import resource
+import sys
 import warnings
 import weakref
 from dataclasses import replace
@@ -24,9 +26,10 @@ from torch.nn import functional as F  # noqa: E402, N812
 
 from stagewright.executor.capture.tracing import capture  # noqa: E402
 from stagewright.executor.export import export  # noqa: E402
-from stagewright.executor.training.interpreter.exchange import message_of  # noqa: E402
+from stagewright.executor.training.interpreter.exchange import Messages, message_of  # noqa: E402
 from stagewright.executor.training.interpreter.last_stage import NonFiniteLoss  # noqa: E402
 from stagewright.executor.training.model_checks import warn_of_divided_loss  # noqa: E402
+from stagewright.executor.training.ranks.rank import RankPlace  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.plans.actions import Action  # noqa: E402
 from stagewright.formulations.plans.plan import PlannedLayer  # noqa: E402
@@ -824,3 +827,18 @@ def test_tensors_of_all_types_pass_in_one_message() -> None:
         assert torch.equal(room, one)
         assert room.data_ptr() % 64 == 0 or room.numel() == 0
     assert message_of([], torch.device("cpu"))[0].numel() == 0
+
+
+def _policies(group: Any, rank: int) -> list[tuple[str, int]]:
+    """The policies of gloo's threads and of this one, where messages pass between ranks."""
+    cpu = torch.device("cpu")
+    Messages(RankPlace(("a", "b"), rank, cpu, cpu, group))
+    names = {int(one.name): (one / "comm").read_text() for one in Path("/proc/self/task").iterdir()}
+    of_gloo = [("gloo", os.sched_getscheduler(n)) for n in names if "gloo_tcp" in names[n]]
+    return [*of_gloo, ("own", os.sched_getscheduler(0))]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux has this policy")
+def test_gloos_threads_do_not_interrupt_computations(ranks: Ranks) -> None:
+    for found in ranks.run(_policies, 2):
+        assert set(found) == {("gloo", os.SCHED_BATCH), ("own", os.SCHED_OTHER)}

@@ -4,12 +4,16 @@ Sends and receives are asynchronous: a computation waits for what it needs and f
 """
 
 import math
+import os
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -143,21 +147,36 @@ def message_of(layouts: Sequence[Layout], device: torch.device) -> tuple[Tensor,
     return message, [message[span].view(dtype).view(shape) for span, (shape, dtype) in pairs]
 
 
+def schedule_gloo(policy: int) -> None:
+    """Schedule gloo's threads by ``policy``: by SCHED_BATCH they interrupt no other thread.
+
+    A thread of gloo polls for the lock of its connection. Where it has interrupted the thread that
+    holds the lock, in the middle of a send, it polls for its whole slice of the core.
+    """
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # the thread has ended, or the system refuses
+            if (task / "comm").read_text().startswith("gloo"):
+                os.sched_setscheduler(int(task.name), policy, os.sched_param(0))
+
+
 class Messages:
     """The messages of a rank in flight: received under the receiver's action, sent under the SEND.
 
-    They are asynchronous; what is sent is kept until it has been.
+    They are asynchronous; what is sent is kept until it has been. Between CPUs, gloo's threads have
+    the core before each message, so that none waits for the lock that a message takes.
     """
 
     def __init__(self, place: RankPlace) -> None:
         self._place = place
+        self._yields = place.group is not None and place.wire.type == "cpu"
+        if self._yields and sys.platform == "linux":
+            schedule_gloo(os.SCHED_BATCH)
         self._arrivals: defaultdict[Action, list[Arrival]] = defaultdict(list)
         self._sent: defaultdict[Action, list[tuple[dist.Work, Tensor]]] = defaultdict(list)
 
     def post(self, action: Action, value: Tensor, peer: int, tag: int) -> None:
         """Send a tensor on the device of messages to ``peer``."""
-        group = self._place.group
-        assert group is not None
+        group = self._turn()
         self._sent[action].append((group.send([value], peer, tag), value))
 
     def expect(
@@ -170,10 +189,16 @@ class Messages:
         lane: int = 0,
     ) -> None:
         """Receive ``message`` from ``peer``, unless it is empty; ``values`` are in its memory."""
-        group, posted = self._place.group, time.perf_counter()
-        assert group is not None
+        group, posted = self._turn(), time.perf_counter()
         works = (group.recv([message], peer, tag),) if len(message) else ()
         self._arrivals[action].append(Arrival(lane, values, peer, works, posted))
+
+    def _turn(self) -> dist.ProcessGroup:
+        """Give gloo's threads the core, if they wait for it; the group of the next message."""
+        if self._yields:
+            os.sched_yield()
+        assert self._place.group is not None
+        return self._place.group
 
     def arrivals(self, action: Action) -> Sequence[Arrival]:
         """Values that ``action`` has received and that have not been taken yet."""
