@@ -125,6 +125,7 @@ def _arrivals(coming: ArrivalsRequest, seed: int) -> Arrivals:
         distributed=coming.multi_gpu,
         priorities=coming.priorities,
         slos=coming.slos,
+        load=coming.load,
     )
 
 
