@@ -73,15 +73,17 @@ LOADS = {
     "helios": Load(
         "Hu et al., SC 2021: jobs last 6,652 s on average, 206 s in the median, 50 days at most, "
         "and have 3.72 GPUs on average",
-        "lognormal durations, cut at the longest, whatever the number; half of the jobs have one "
-        "GPU, and none more than 8",
+        "the figures were not checked against the paper; durations are lognormal, whatever the "
+        "number, cut at the longest, so of 6,150 s on average; half of the jobs have one GPU, none "
+        "more than 8",
         {1: 0.5, 2: 0.06, 4: 0.105, 8: 0.335},
         _helios,
     ),
     "sia": Load(
         "Jayaram Subramanya et al., SOSP 2023, whose jobs have the sizes of Qiao et al., OSDI "
         "2021: 72 % up to 1 GPU-hour, 20 % up to 10, 6 % up to 100, 2 % up to 1000",
-        "log-uniform within a class, from 0.1 GPU-hours; the numbers of GPUs are those of Gavel",
+        "the GPU-hours were not checked against the papers; they are log-uniform within a class, "
+        "from 0.1; the numbers of GPUs are those of Gavel",
         {1: 0.7, 2: 0.1, 4: 0.15, 8: 0.05},
         _sia,
     ),
@@ -93,4 +95,4 @@ LOADS = {
         _shockwave,
     ),
 }
-"""Published loads by name; the arrivals are a Poisson process in all evaluations that use them."""
+"""Published loads by name. None has arrivals: a Poisson process in their place is assumed."""

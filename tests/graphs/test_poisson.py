@@ -6,10 +6,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
+import stagewright
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import Rate, Throughputs
 from stagewright.graphs.workloads.loads import LOADS
 from stagewright.graphs.workloads.poisson import DISTRIBUTED, MODELS, Arrivals
+from stagewright.graphs.workloads.pool import parse_pool
+from stagewright.service.clusters.requests import ArrivalsRequest
 
 SCALES = (1, 2, 4, 8)
 UNIT = Throughputs(
@@ -119,3 +122,11 @@ def test_a_published_load_has_its_published_figures() -> None:
 def test_an_unknown_load_is_refused() -> None:
     with pytest.raises(InputError, match="load 'borg' is not known; there are philly, helios"):
         Arrivals(UNIT, 60.0, load="borg")
+
+
+def test_the_answer_of_a_simulation_says_what_its_load_assumes() -> None:
+    arrivals = ArrivalsRequest(throughputs=UNIT, jobs_per_hour=2.0, load="shockwave")
+    answer = stagewright.simulate_cluster(parse_pool("v100=4"), arrivals, window=(0, 2))
+    source, assumed = answer.assumed
+    assert source.startswith("load of Zheng et al., NSDI 2023")
+    assert assumed.endswith("arrivals are Poisson")
