@@ -1,11 +1,14 @@
 """Jobs that may run on several numbers of accelerators, beside the same jobs on the drawn one.
 
-Gavel's generator and its measured rates (see ``gavel_runs``): 1, 2, 4 or 8 accelerators for the
-models that run on several, a cluster of 12 of each of three types, and a restart of a minute.
+Gavel's models and measured rates (see ``gavel_runs``), with its durations or those of the published
+``LOADS``: 1, 2, 4 or 8 accelerators for the models that run on several, a cluster of 12 of each of
+three types, and a restart of a minute. The published loads ask for as many GPU-hours an hour as
+nine tenths of the accelerators, were all V100s, give; as many of their jobs last minutes, there is
+an allocation for every round in which jobs came or went.
 """
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from time import process_time
@@ -14,37 +17,71 @@ import numpy as np
 
 from benchmarks.gavel_runs import DATA, HOUR, MISSING, SEED, SMALL, measured
 from benchmarks.report import Table
+from stagewright.executor.clusters.rounds import Mechanism
 from stagewright.executor.clusters.rules import ClusterRules
 from stagewright.executor.clusters.simulation import simulate_cluster
 from stagewright.formulations.clusters.allocation import AllocationProblem, problem_of
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.workloads.jobs import Job, Rate, Throughputs, Workload
+from stagewright.graphs.workloads.loads import LOADS
 from stagewright.graphs.workloads.poisson import DISTRIBUTED, Arrivals
 from stagewright.graphs.workloads.pool import Accelerator, Pool, parse_pool
 from stagewright.service.clusters.allocating import policy_allocator
 from stagewright.solvers.clusters.policies import allocate, policy_named
 
 POLICIES = ("max-min", "finish-time-fairness", "makespan", "sjf", "fifo")
-LOADS = (0.5, 1.2, 2.0)  # jobs per hour
+GAVEL = (0.5, 1.2, 2.0)  # jobs per hour
+OFFERED = 0.9
 JOBS = 200
 RESTART = 60.0  # seconds
+ROUND = 360.0
+RESET = 1920.0  # least time between two allocations of Gavel's
 COUNTS = (1, 2, 4, 8)
+SCALED = (
+    "max-min", "makespan", "finish-time-fairness", "fifo", "sjf", "max-throughput", "min-cost",
+    "min-cost-slo",
+)  # fmt: skip
+LARGE = "v100=11x8,p100=10x8,k80=11x8"
+WEEK = 7 * 24 * HOUR
+TITLE = f"hours to completion of {JOBS} jobs, fixed and elastic; at least under any schedule"
+COLUMNS = (
+    "load", "jobs/h", "policy", "mean, fixed", "elastic", "ratio", "99 %, fixed", "elastic",
+    "bound, fixed", "elastic",
+)  # fmt: skip
+Row = tuple[object, ...]
 
 
-def jobs_of(jobs_per_hour: float, count: int, *, elastic: bool) -> tuple[Job, ...]:
+def published_per_hour(load: str) -> float:
+    """Jobs per hour that ask for the ``OFFERED`` part of the cluster."""
+    rates = {(one.model, one.scale, one.accelerator): one for one in measured().alone}
+    jobs = islice(Arrivals(measured(), 0.0, SEED, distributed=True, load=load), JOBS)
+    asked = sum(
+        job.scale * job.steps / rates[job.model, job.scale, "v100"].steps_per_second for job in jobs
+    )
+    return OFFERED * sum(one.count for one in parse_pool(SMALL).accelerators) * JOBS * HOUR / asked
+
+
+def jobs_of(
+    load: str | None, jobs_per_hour: float, count: int, *, elastic: bool
+) -> tuple[Job, ...]:
     """The generator's jobs of several scales, or with all counts in place of the drawn one."""
-    drawn = Arrivals(measured(), HOUR / jobs_per_hour, SEED, distributed=True)
+    drawn = Arrivals(measured(), HOUR / jobs_per_hour, SEED, distributed=True, load=load)
+    return _with_counts(islice(drawn, count), elastic=elastic)
+
+
+def _with_counts(drawn: Iterable[Job], *, elastic: bool) -> tuple[Job, ...]:
     return tuple(
         replace(job, scale=1, counts=COUNTS, restart_seconds=RESTART)
         if elastic and job.model in DISTRIBUTED
         else replace(job, restart_seconds=RESTART)
-        for job in islice(drawn, count)
+        for job in drawn
     )
 
 
-def hours(jobs: Sequence[Job], policy: str) -> Floats:
+def hours(jobs: Sequence[Job], policy: str, reset: float) -> Floats:
     """Completion times in hours, shape (jobs,)."""
-    run, rules = policy_allocator(policy), ClusterRules(fill=policy_named(policy).fills)
+    run = policy_allocator(policy)
+    rules = ClusterRules(reset_seconds=reset, fill=policy_named(policy).fills)
     return simulate_cluster(jobs, measured(), parse_pool(SMALL), run, rules).durations() / HOUR
 
 
@@ -93,29 +130,33 @@ def _shortest_first(arrival: Sequence[float], seconds: Sequence[float]) -> float
     return total / len(arrival)
 
 
+def completion_rows(load: str | None, jobs_per_hour: float, quick: bool) -> Iterator[Row]:
+    """Mean and 99 % of completion times of each policy, elastic beside fixed."""
+    fixed, elastic = (
+        jobs_of(load, jobs_per_hour, 30 if quick else JOBS, elastic=several)
+        for several in (False, True)
+    )
+    bounds = f"{least_mean_hours(fixed):.2f}", f"{least_mean_hours(elastic):.2f}"
+    reset = RESET if load is None else ROUND
+    for policy in POLICIES[:1] if quick else POLICIES:
+        found = [hours(jobs, policy, reset) for jobs in (fixed, elastic)]
+        means = [one.mean() for one in found]
+        tails = [np.percentile(one, 99) for one in found]
+        yield (
+            load or "gavel", f"{jobs_per_hour:.3g}", policy, *(f"{mean:.2f}" for mean in means),
+            f"{means[1] / means[0]:.2f}", *(f"{tail:.1f}" for tail in tails), *bounds,
+        )  # fmt: skip
+
+
 def completion_table(quick: bool) -> Table:
-    """Mean and 99 % of completion times, elastic beside fixed."""
-    rows = []
-    for load in LOADS[1:2] if quick else LOADS:
-        fixed, elastic = (
-            jobs_of(load, 30 if quick else JOBS, elastic=several) for several in (False, True)
-        )
-        bounds = f"{least_mean_hours(fixed):.2f}", f"{least_mean_hours(elastic):.2f}"
-        for policy in POLICIES[:1] if quick else POLICIES:
-            found = [hours(jobs, policy) for jobs in (fixed, elastic)]
-            means = [one.mean() for one in found]
-            tails = [np.percentile(one, 99) for one in found]
-            rows.append(
-                (load, policy, *(f"{mean:.2f}" for mean in means), f"{means[1] / means[0]:.2f}",
-                 *(f"{tail:.1f}" for tail in tails), *bounds)
-            )  # fmt: skip
-    return Table(
-        "elastic",
-        f"hours to completion of {JOBS} jobs, fixed and elastic; at least under any schedule",
-        ("jobs/h", "policy", "mean, fixed", "elastic", "ratio", "99 %, fixed", "elastic",
-         "bound, fixed", "elastic"),
-        tuple(rows),
-    )  # fmt: skip
+    """All loads and policies."""
+    cases: list[tuple[str | None, float]] = [(None, rate) for rate in GAVEL]
+    cases += [(load, published_per_hour(load)) for load in LOADS]
+    rows = [
+        row for load, rate in (cases[1:2] if quick else cases)
+        for row in completion_rows(load, rate, quick)
+    ]  # fmt: skip
+    return Table("elastic", TITLE, COLUMNS, tuple(rows))
 
 
 def many_jobs(count: int) -> AllocationProblem:
@@ -136,25 +177,55 @@ def many_jobs(count: int) -> AllocationProblem:
         chosen = tuple(counts[first : first + rng.randint(2, 9 - first)])
         model, steps, weight = str(rng.randrange(400)), rng.uniform(1e3, 1e6), rng.choice((1, 1, 2))
         jobs.append(Job(str(number), model, steps, weight=weight, slo_seconds=1e6, counts=chosen))
-    pool = Pool(tuple(Accelerator(name, 1024, 8, 1.0 + i) for i, name in enumerate(names)))
+    pool = Pool(tuple(Accelerator(name, 1672, 8, 1.0 + i) for i, name in enumerate(names)))
     return problem_of(Workload(tuple(jobs), Throughputs(tuple(rates))), pool)
 
 
 def scale_table(quick: bool) -> Table:
-    """CPU seconds of an allocation."""
+    """CPU seconds of an allocation, and of the first round that carries it out."""
     problem, rows = many_jobs(64 if quick else 2048), []
-    for policy in ("max-min", "makespan", "finish-time-fairness", "fifo", "sjf", "max-throughput",
-                   "min-cost", "min-cost-slo"):  # fmt: skip
+    for policy in SCALED:
         began = process_time()
         found = allocate(problem, policy)
-        rows.append((policy, f"{process_time() - began:.1f}", f"{found.gap:.1e}"))
-    title = "CPU seconds of an allocation: 2,048 jobs, 6 types of accelerators, 10 counts"
-    return Table("elastic-scale", title, ("policy", "CPU s", "gap"), tuple(rows))
+        allocated = process_time()
+        mechanism = Mechanism(problem.table, ROUND, fill=policy_named(policy).fills)
+        if found.allocation is not None:
+            mechanism.reset(problem, found.allocation, range(len(problem)))
+            mechanism.schedule()
+        ended = process_time()
+        rows.append(
+            (policy, f"{allocated - began:.1f}", f"{ended - allocated:.1f}", f"{found.gap:.1e}")
+        )
+    title = (
+        "CPU seconds of a decision: 2,048 jobs, 6 types of 1,672 accelerators each, 10 counts; "
+        "the allocation, and the round that carries it out"
+    )
+    return Table("elastic-scale", title, ("policy", "allocation", "round", "gap"), tuple(rows))
+
+
+def week_table(quick: bool) -> Table:
+    """CPU seconds of a simulated week of the load of Sia."""
+    drawn = Arrivals(measured(), WEEK / 2000, SEED, distributed=True, load="sia")
+    jobs, rows = _with_counts(islice(drawn, 20 if quick else 2000), elastic=True), []
+    for policy in POLICIES[:1] if quick else POLICIES:
+        run, rules = policy_allocator(policy), ClusterRules(fill=policy_named(policy).fills)
+        began = process_time()
+        found = simulate_cluster(jobs, measured(), parse_pool(LARGE), run, rules)
+        spent = process_time() - began
+        mean = found.durations().mean() / HOUR
+        rows.append((policy, f"{spent:.1f}", len(found.rounds), len(found.resets), f"{mean:.2f}"))
+    title = (
+        "CPU seconds to simulate until the end of 2,000 jobs that arrive in a week, on 256 "
+        "accelerators with rounds of 6 minutes"
+    )
+    columns = ("policy", "CPU s", "rounds", "allocations", "mean completion, h")
+    return Table("elastic-week", title, columns, tuple(rows))
 
 
 def tables(quick: bool) -> Iterable[Table]:
     if DATA.is_dir():
         yield completion_table(quick)
+        yield week_table(quick)
     else:
         print(MISSING)
     yield scale_table(quick)

@@ -24,11 +24,13 @@ from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.machines.groups import GroupWays, links
 from stagewright.graphs.models.shards import LayerSplit, Shares, shares_of
 
+_shares_of = lru_cache(maxsize=4096)(shares_of)
+
 
 @lru_cache(maxsize=4096)
 def shares(problem: TrainingProblem, split: LayerSplit) -> Shares:
-    """The shares of the problem's layers."""
-    return shares_of(
+    """The shares of the problem's layers, the same objects on any machines."""
+    return _shares_of(
         problem.architecture,
         problem.sequence,
         split,

@@ -1,7 +1,7 @@
 """The problem: train a transformer on a fabric with a global batch, as fast as possible."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import ClassVar
 
 from pydantic import ConfigDict
@@ -23,6 +23,9 @@ from stagewright.graphs.models.modules import PARTS, modules_of, repeated
 from stagewright.graphs.models.shards import LayerKind, share_of_kind
 from stagewright.graphs.models.sizes import MAX_SIZE
 from stagewright.graphs.models.splits import require_split
+
+_processor = lru_cache(maxsize=256)(Processor)
+"""One for all numbers of a kind of device, so that what it computes is remembered for all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +99,7 @@ class TrainingProblem:
     def processor(self) -> Processor:
         """The device as it computes this model's layers."""
         anchor, reached = self.rates.anchor, self.reached
-        found = Processor(self.card, reached, self.precision, self.fused_gradients, self.memory)
+        found = _processor(self.card, reached, self.precision, self.fused_gradients, self.memory)
         if anchor is None:
             return found
         return replace(

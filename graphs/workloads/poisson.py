@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import Job, Throughputs
+from stagewright.graphs.workloads.loads import LOADS
 
 DISTRIBUTED = (
     *(f"ResNet-18 (batch size {size})" for size in (16, 32, 64, 128, 256)),
@@ -43,6 +44,7 @@ class Arrivals:
     ``distributed`` draws scales 1 (70 %), 2 (10 %), 4 (15 %) and 8 (5 %) for the types that run on
     several accelerators. ``priorities`` gives a fifth of the jobs a weight of 5, ``slos`` gives
     each 1.2, 2 or 10 times its duration. A mean of 0 seconds lets all jobs arrive at once.
+    With ``load``, durations and scales are those of that one of ``LOADS``.
     """
 
     throughputs: Throughputs
@@ -52,6 +54,7 @@ class Arrivals:
     priorities: bool = False
     slos: bool = False
     reference: str = "v100"
+    load: str | None = None
 
     def __post_init__(self) -> None:
         mean = self.mean_interarrival_seconds
@@ -59,6 +62,8 @@ class Arrivals:
             raise InputError(
                 f"mean inter-arrival time: expected seconds, not negative, got {mean!r}"
             )
+        if self.load is not None and self.load not in LOADS:
+            raise InputError(f"load {self.load!r} is not known; there are {', '.join(LOADS)}")
         rates = self._rates()
         scales = (1, 2, 4, 8) if self.distributed else (1,)
         for model in MODELS:
@@ -97,8 +102,10 @@ class Arrivals:
         rates: dict[tuple[str, int], float],
     ) -> Job:
         """One job. The order of the draws is part of the definition of a seed's jobs."""
-        scale = _scale(draw)
-        duration = _duration_seconds(draw)
+        if self.load is None:
+            scale, duration = _scale(draw), _duration_seconds(draw)
+        else:
+            scale, duration = LOADS[self.load].draw(draw)
         if not self.distributed:
             scale = 1
         model = draw.choice(MODELS)

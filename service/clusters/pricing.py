@@ -176,7 +176,7 @@ class _Searches:
         self.request, self.stop = request, stop
         self.wanted = [*_wanted(request.workload, request.pool, request.placement)]
         self.models = {one.model: _architecture(one) for one in request.workload.trainings}
-        self.known: dict[tuple[str, str, int, int], _Made] = {}
+        self.known: dict[tuple[object, ...], _Made] = {}  # trainings that are alike have it once
         self.fabrics: dict[str, tuple[Fabric, str]] = {}  # and the rates, by accelerator
 
     def rate(self, one: _Wanted) -> ComputedRate:
@@ -197,7 +197,7 @@ class _Searches:
 
     def found(self, training: Training, name: str, count: int, per_server: int) -> _Made:
         """The fastest layout on so many accelerators."""
-        key = training.model, name, count, per_server
+        key = self.models[training.model], *training.inputs().items(), name, count, per_server
         if key not in self.known:
             if is_stopped(self.stop):
                 raise InputError(_STOPPED)

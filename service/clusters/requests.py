@@ -14,6 +14,7 @@ from stagewright.graphs.documents.units import (
     require_seed,
 )
 from stagewright.graphs.workloads.jobs import Throughputs, Workload, load_workload
+from stagewright.graphs.workloads.loads import LOADS
 from stagewright.graphs.workloads.pool import Pool, read_pool
 from stagewright.service.options import Option
 from stagewright.service.requests import Request, SearchRequest, require_positive
@@ -189,6 +190,9 @@ class ArrivalsRequest(Request):
     throughputs: Throughputs
     jobs_per_hour: Annotated[float, Option("--poisson", form="JOBS_PER_HOUR")]
     """Generate jobs at this rate."""
+    load: Annotated[str | None, Option(form="NAME", known=tuple(LOADS))] = None
+    """With arrivals: durations and sizes as published of a cluster or an evaluation: philly,
+    helios, sia, shockwave; default: Gavel's."""
     multi_gpu: bool = False
     """With arrivals: jobs on 1, 2, 4 or 8 accelerators."""
     priorities: bool = False

@@ -15,6 +15,7 @@ from stagewright.formulations.clusters.allocation import problem_of
 from stagewright.formulations.forms.answers import Progress, Status, StopToken, silent
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import Entity, Job, Throughputs, Workload
+from stagewright.graphs.workloads.loads import LOADS
 from stagewright.graphs.workloads.poisson import Arrivals
 from stagewright.graphs.workloads.prices import HOUR
 from stagewright.service.clusters.allocating import (
@@ -65,6 +66,9 @@ def simulate_cluster(
         stop=stop,
     )
     assumed = () if priced is None else priced.assumed
+    if request.arrivals is not None and request.arrivals.load is not None:
+        load = LOADS[request.arrivals.load]
+        assumed += (f"load of {load.source}", f"load: {load.assumed}; arrivals are Poisson")
     return _answer(request.policy, found, window, request.keep_assignments, assumed)
 
 
@@ -125,6 +129,7 @@ def _arrivals(coming: ArrivalsRequest, seed: int) -> Arrivals:
         distributed=coming.multi_gpu,
         priorities=coming.priorities,
         slos=coming.slos,
+        load=coming.load,
     )
 
 

@@ -25,6 +25,7 @@ from stagewright.graphs.workloads.jobs import (
     save_workload,
 )
 from stagewright.graphs.workloads.pool import parse_pool
+from stagewright.service.clusters import pricing
 from stagewright.service.clusters.allocating import allocate
 from stagewright.service.clusters.answers import AllocateAnswer, PriceJobsAnswer
 from stagewright.service.clusters.pricing import price_jobs
@@ -244,3 +245,19 @@ def test_the_service_computes_them_and_reads_no_files() -> None:
     sent["workload"]["trainings"][0]["config"] = "examples/configs/transformer-8b.json"
     with pytest.raises(InputError, match="training 'small': config: give the fields"):
         kind.require_answerable(parse_request("allocate", json.dumps(sent)))
+
+
+def test_trainings_that_are_alike_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = []
+    search = pricing.find_layouts
+    monkeypatch.setattr(
+        pricing, "find_layouts", lambda *one, **more: searched.append(one) or search(*one, **more)
+    )
+    trainings = (TRAINING, trained(model="same"), trained(model="other", global_batch=8))
+    jobs = tuple(Job(one.model, one.model, 100.0) for one in trainings)
+    request = PriceJobsRequest.of(
+        workload=Workload(jobs, trainings=trainings), pool=parse_pool("h100=1")
+    )
+    small, same, other = (one.steps_per_second for one in price_jobs(request).prices)
+    assert (small, len(searched)) == (same, 2)
+    assert other > small

@@ -6,9 +6,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
+import stagewright
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import Rate, Throughputs
+from stagewright.graphs.workloads.loads import LOADS
 from stagewright.graphs.workloads.poisson import DISTRIBUTED, MODELS, Arrivals
+from stagewright.graphs.workloads.pool import parse_pool
+from stagewright.service.clusters.requests import ArrivalsRequest
 
 SCALES = (1, 2, 4, 8)
 UNIT = Throughputs(
@@ -88,3 +92,41 @@ def test_reference_rates_are_needed() -> None:
     Arrivals(singles, 900.0)
     with pytest.raises(InputError, match=r"on 2 x 'v100'"):
         Arrivals(singles, 900.0, distributed=True)
+
+
+def test_a_published_load_has_its_published_figures() -> None:
+    """Classes, quantiles and means, each within four standard deviations of 8000 jobs."""
+    count = 8000
+    found = {}
+    for load in LOADS:
+        jobs = first(Arrivals(UNIT, 60.0, 3, distributed=True, load=load), count)
+        assert {job.scale for job in jobs} == {1, 2, 4, 8}
+        hours = np.array([job.steps for job in jobs]) / 3600
+        found[load] = hours, np.array([job.scale for job in jobs])
+    hours, scale = found["philly"]
+    for one, median in ((1, 2.98), (8, 17.94)):
+        own = hours[scale == one]
+        assert abs((own < median).mean() - 0.5) < 2 / len(own) ** 0.5
+    hours, scale = found["helios"]
+    assert abs((hours < 206 / 3600).mean() - 0.5) < 2 / count**0.5
+    assert hours.max() <= 50 * 24
+    hours, scale = found["sia"]
+    below = [(hours * scale <= most * (1 + 1e-9)).mean() for most in (1, 10, 100, 1000)]
+    assert below == pytest.approx([0.72, 0.92, 0.98, 1.0], abs=0.02)
+    hours, scale = found["shockwave"]
+    assert hours.min() >= 0.2
+    below = [(hours <= most).mean() for most in (1.14, 2.6, 4.54, 5)]
+    assert below == pytest.approx([0.72, 0.92, 0.97, 1.0], abs=0.02)
+
+
+def test_an_unknown_load_is_refused() -> None:
+    with pytest.raises(InputError, match="load 'borg' is not known; there are philly, helios"):
+        Arrivals(UNIT, 60.0, load="borg")
+
+
+def test_the_answer_of_a_simulation_says_what_its_load_assumes() -> None:
+    arrivals = ArrivalsRequest(throughputs=UNIT, jobs_per_hour=2.0, load="shockwave")
+    answer = stagewright.simulate_cluster(parse_pool("v100=4"), arrivals, window=(0, 2))
+    source, assumed = answer.assumed
+    assert source.startswith("load of Zheng et al., NSDI 2023")
+    assert assumed.endswith("arrivals are Poisson")

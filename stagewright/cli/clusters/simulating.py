@@ -51,7 +51,7 @@ class SimulateClusterOptions(Served, Printed):
     without="keep_assignments",
     headings={
         "The policy": "space_sharing placement budget_dollars",
-        "Arrivals": "throughputs jobs_per_hour multi_gpu priorities slos",
+        "Arrivals": "throughputs jobs_per_hour load multi_gpu priorities slos",
         "Failures": "hours_to_failure repair_hours",
         "Pictures": "png completion_png utilisation_png",
     },
@@ -111,7 +111,7 @@ def _read_jobs(arrivals: Asked[ArrivalsRequest], given: SimulateClusterOptions) 
             "--job-trace and --poisson need --throughputs FILE; a jobs file has its own"
         )
     if given.jobs_per_hour is None and any(arrivals.given.values()):
-        raise InputError("--multi-gpu, --priorities and --slos belong to --poisson")
+        raise InputError("--load, --multi-gpu, --priorities and --slos belong to --poisson")
     if given.jobs is not None:
         return {"workload": load_workload(given.jobs)}
     assert given.throughputs is not None
