@@ -16,7 +16,12 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.schedules.groups import plan_of_devices, problem_of_groups
 from stagewright.service.engines import HERE, Engine
-from stagewright.service.pipelines.answers import PlanAnswer, RestrictionAnswer, SizeAnswer
+from stagewright.service.pipelines.answers import (
+    OtherAnswer,
+    PlanAnswer,
+    RestrictionAnswer,
+    SizeAnswer,
+)
 from stagewright.service.pipelines.batches import plan_every_size, problems_of
 from stagewright.service.pipelines.launching import plan_for, required_runtime, restricted
 from stagewright.service.pipelines.plans import class_object, summary_fields
@@ -207,6 +212,7 @@ def repriced(request: PlanRequest, known: PlanAnswer, given: PipelinePlan | None
         gap=proof.gap,
         proved_by=proof.proved_by,
         plans=proof.plans,
+        other=None,
     )
     if request.runtime is not None:
         runtime = required_runtime(request.runtime, request.chain, _choices(request))
@@ -241,9 +247,16 @@ def answer_of(problem: PipelineProblem, result: Result) -> PlanAnswer:
             SizeAnswer.of(one, cost_seconds=one.cost, bound_seconds=one.bound)
             for one in result.sizes
         ),
+        other=_other(result.other),
         result=result,
         chain=problem.chain,
     )
+
+
+def _other(plan: PipelinePlan | None) -> OtherAnswer | None:
+    if plan is None or plan.certificate is None:
+        return None
+    return OtherAnswer.of(plan.certificate, plans=class_object(plan.certificate.plans))
 
 
 def _restriction(found: Restriction | None) -> RestrictionAnswer | None:
