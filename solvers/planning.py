@@ -54,6 +54,7 @@ from stagewright.solvers.planners.steps.reporting import (
     certified_plan,
     certified_schedule,
     reporting,
+    with_other,
 )
 from stagewright.solvers.planners.steps.sharded import note_on_shards, sharded, smaller_states
 from stagewright.solvers.planners.steps.warm_start import require_same_layers
@@ -135,7 +136,9 @@ class Result:
     ``plans`` is the class that has no plan, None if only the planner's own kind of plan was
     searched. ``reason`` says why there is no plan, or has notes of the planner; ``attempts`` are
     the results of the planners of a portfolio. ``ended`` says that planning ended at the requested
-    gap, else it is empty. ``restriction`` is there if the plan is for a framework.
+    gap, else it is empty. ``restriction`` is there if the plan is for a framework. ``other`` is a
+    plan of another class that a portfolio also holds, if it is at most 2 % slower and has at most
+    half the gap; or the fastest plan, if ``plan`` is such a one and has the requested gap.
     With ``sizes`` the plan is the best found for a batch in microbatches of these, and the bound
     and the status are about all of them; its certificate is about its own size alone.
     """
@@ -154,6 +157,7 @@ class Result:
     ended: str = ""
     restriction: Restriction | None = None
     sizes: tuple[SizeResult, ...] = ()
+    other: PipelinePlan | None = None
 
     @property
     def optimal_among(self) -> str | None:
@@ -225,7 +229,9 @@ def plan(
             return _refused(problem, planner, answer, limits, monotonic() - began)
         answer = replace(first.proposal, attempts=answer.attempts)
     answer = replace(answer, notes=(*filter(None, (note,)), *answer.notes))
-    return _answered(proposer, answer, make_plan(answer), limits, target, began)
+    certified = make_plan(answer)
+    certified, other = with_other(problem, planner, known, answer, certified, limits.gap)
+    return replace(_answered(proposer, answer, certified, limits, began), other=other)
 
 
 def require_planner(name: str) -> None:
@@ -282,7 +288,7 @@ def _stopped(
         nothing = NoPlan(f"{limits.end} came before any plan was found", proved=False)
         return _refused(problem, planner.name, nothing, limits, monotonic() - first.began)
     plan = first.certified(first.proposal)
-    return _answered(planner, first.proposal, plan, limits, first.target, first.began)
+    return _answered(planner, first.proposal, plan, limits, first.began)
 
 
 def _answered(
@@ -290,7 +296,6 @@ def _answered(
     answer: Proposal | PeriodicProposal,
     certified: PipelinePlan,
     limits: Limits,
-    target: GapStop,
     began: float,
 ) -> Result:
     """The result with the certified plan of ``answer``."""
@@ -300,7 +305,7 @@ def _answered(
     bound = proof.schedule_bound_seconds if orders else proof.bound_seconds
     status = settled(limits.status(found=True), proof.cost_seconds, bound, OPTIMAL_GAP)
     ended = ""
-    if target.reached and status is Status.FEASIBLE and proof.gap <= limits.gap:
+    if status is Status.FEASIBLE and proof.gap <= limits.gap:
         ended = f"a gap of {proof.gap:.2%} is reached, at most {limits.gap:.2%} was asked for"
     return Result(
         status, planner.name, certified, proof.cost_seconds, proof.bound_seconds, proof.gap,

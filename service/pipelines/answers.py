@@ -93,6 +93,16 @@ class RestrictionAnswer(Answer):
     free_cost_seconds: Finite
 
 
+class OtherAnswer(Answer):
+    """Another plan that a portfolio also holds; see `Result`."""
+
+    cost_seconds: float
+    bound_seconds: float
+    gap: float
+    proved_by: str
+    plans: dict[str, Any]
+
+
 class SizeAnswer(Answer):
     """What was found for a batch in ``microbatches`` of ``samples`` each."""
 
@@ -123,6 +133,7 @@ class PlanAnswer(PlanSummary):
     attempts: tuple[AttemptAnswer, ...]
     restriction: RestrictionAnswer | None
     sizes: tuple[SizeAnswer, ...]
+    other: OtherAnswer | None
     result: Annotated[Result, CARRIED]
     chain: Annotated[Chain, CARRIED]
 

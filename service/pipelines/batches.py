@@ -159,7 +159,7 @@ def _of_every_size(
     problems: Sequence[PipelineProblem], found: Sequence[Result], chosen: int
 ) -> Result:
     """The chosen result, with a bound on the plans of its class in every size."""
-    result = found[chosen]
+    result = replace(found[chosen], other=None)  # whose bound is about one size alone
     sizes = tuple(
         SizeResult(one.chain.microbatch_size, one.microbatches, its.status, its.cost, its.bound)
         for one, its in zip(problems, found, strict=True)

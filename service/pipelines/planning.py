@@ -16,7 +16,12 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.schedules.groups import plan_of_devices, problem_of_groups
 from stagewright.service.engines import HERE, Engine
-from stagewright.service.pipelines.answers import PlanAnswer, RestrictionAnswer, SizeAnswer
+from stagewright.service.pipelines.answers import (
+    OtherAnswer,
+    PlanAnswer,
+    RestrictionAnswer,
+    SizeAnswer,
+)
 from stagewright.service.pipelines.batches import plan_every_size, problems_of
 from stagewright.service.pipelines.launching import plan_for, required_runtime, restricted
 from stagewright.service.pipelines.plans import class_object, summary_fields
@@ -155,7 +160,11 @@ def _of_groups(request: PlanRequest, degree: int, stop: StopToken | None) -> Res
     found = solve(problem, _planner_of_groups(request), limits, choices=_choices(request))
     how = f"every {degree} devices are planned as one"
     result = replace(
-        found, reason="; ".join(filter(None, (how, found.reason))), plans=None, attempts=()
+        found,
+        reason="; ".join(filter(None, (how, found.reason))),
+        plans=None,
+        attempts=(),
+        other=None,
     )
     if found.plan is None:
         how = f"{how}, which alone are spoken of here"
@@ -190,6 +199,7 @@ def _proved(result: Result, plan: PipelinePlan) -> Result:
         gap=proof.gap,
         proved_by=proof.proved_by,
         plans=proof.plans,
+        other=None,
     )
 
 
@@ -242,9 +252,16 @@ def answer_of(problem: PipelineProblem, result: Result) -> PlanAnswer:
             SizeAnswer.of(one, cost_seconds=one.cost, bound_seconds=one.bound)
             for one in result.sizes
         ),
+        other=_other(result.other),
         result=result,
         chain=problem.chain,
     )
+
+
+def _other(plan: PipelinePlan | None) -> OtherAnswer | None:
+    if plan is None or plan.certificate is None:
+        return None
+    return OtherAnswer.of(plan.certificate, plans=class_object(plan.certificate.plans))
 
 
 def _restriction(found: Restriction | None) -> RestrictionAnswer | None:

@@ -50,6 +50,7 @@ from stagewright.solvers.planners.steps.proposal import (
     Proposal,
     class_of_proposal,
     cost_of,
+    fullest_share,
 )
 from stagewright.solvers.planners.structures.refine import refine
 from stagewright.solvers.planners.structures.reordering import reorder
@@ -58,6 +59,7 @@ from stagewright.solvers.planners.structures.uniform import plan_uniformly
 _GOOD_ENOUGH = 1e-6  # relative gap
 FULL = 0.5  # share of a device's memory above which recomputation may pay off
 EQUAL = 1e-9  # relative; plans whose costs differ by less are equally good
+_SLOWER = 0.02  # by which plans of other classes may be slower, that are told of beside the best
 _OF_GIVEN = 0.7, 0.3, 1.0  # most of a short limit; of a long one a share, and seconds
 _ENDED = 0.5  # share of its turn; a search that used less has ended by itself
 _LEAST = 1e-3  # CPU seconds; less is not divided by
@@ -104,6 +106,7 @@ class _Portfolio(planner.PlanSearch):
 
     choices: Choices = field(kw_only=True)
     proposals: dict[str, Proposal] = field(default_factory=dict)  # the last one of each member
+    of_class: dict[PlanClass, tuple[float, Proposal]] = field(default_factory=dict)  # the best
     fullest: float = 1.0
     plain: Proposal | None = None  # the best of disjoint split stages
     plain_cost: float = math.inf
@@ -125,7 +128,7 @@ class _Portfolio(planner.PlanSearch):
             member_of(name, run, is_wanted, follows, len(self.problem.cluster))
             for name, run, is_wanted, follows in (
                 ("published", self.publish, self.has_time, False),
-                ("servers", self.pack, self.is_open, False),
+                ("servers", self.packing.run, self.is_open, False),
                 ("grouped", self.group, self.has_time, True),
                 ("general", self.search, self.has_time, True),
                 ("spp", self.split, self.is_unsettled, False),
@@ -218,13 +221,16 @@ class _Portfolio(planner.PlanSearch):
         notes = "; ".join(note for note in answer.notes if note not in known)
         self._note(Attempt(name, Status.FEASIBLE, cost, spent, notes))
         self.proposals[name] = answer
+        plans = class_of_proposal(answer)
+        if cost < self.of_class.get(plans, (math.inf, answer))[0]:
+            self.of_class[plans] = cost, answer
         if cost < self.plain_cost and self._is_plain(answer):
             self.plain, self.plain_cost = answer, cost
         # A bound on a class of plans is valid for any plan; one on schedules only for its stages.
         worse, best = answer, self.best
         if best is None or self._may_win(answer, cost):
             predicted = self._checked(name, answer)
-            fullest = _fullest_share(self.problem, predicted)
+            fullest = fullest_share(self.problem, predicted)
             if best is None or self._wins(answer, cost, fullest):
                 worse, best, self.fullest = best or answer, answer, fullest
                 self.keep(answer, cost)
@@ -279,19 +285,12 @@ class _Portfolio(planner.PlanSearch):
     def split(self, limits: Limits) -> Proposal | NoPlan:
         return plan_spp(self.problem, limits, self.on_progress)
 
-    def pack(self, limits: Limits) -> Proposal | NoPlan:
-        return self.packing.run(limits)
-
     def climb(self, limits: Limits) -> Proposal | NoPlan:
         """A search on the stages of the best plan, another one in every turn."""
         assert self.best is not None
         self.climbs += 1
         limits = replace(limits, seed=limits.seed + self.climbs - 1)
         return refine(self.problem, self.best, limits, self.on_progress)
-
-    def group(self, limits: Limits) -> Proposal | NoPlan:
-        """A search over stages that share groups of devices."""
-        return self.groups.run(self.known(), limits)
 
     def order(self, limits: Limits) -> Proposal | NoPlan:
         """A better order of the computations of the best plan."""
@@ -342,6 +341,10 @@ class _Portfolio(planner.PlanSearch):
         modes = self.choices.any_mode.recomputations if self.is_short_of_memory() else ("none",)
         return plan_published(self.problem, self.cost, modes, limits, self.on_progress)
 
+    def group(self, limits: Limits) -> Proposal | NoPlan:
+        """A search over stages that share groups of devices."""
+        return self.groups.run(self.known(), limits)
+
     def search(self, limits: Limits) -> Proposal | NoPlan:
         return self.structures.run(self.known(), limits)
 
@@ -372,7 +375,13 @@ class _Portfolio(planner.PlanSearch):
     def answer(self) -> Proposal | NoPlan:
         attempts = tuple(self.attempts.values())
         if self.best is not None:
-            return replace(self.best, attempts=attempts)
+            plans, most = class_of_proposal(self.best), self.cost * (1 + _SLOWER)
+            others = (
+                other
+                for its, (cost, other) in self.of_class.items()
+                if its != plans and cost <= most
+            )
+            return replace(self.best, attempts=attempts, others=tuple(others))
         # Only these two cover a class of plans; a baseline refuses only its own kind of plan.
         general = [self.refusals[name] for name in ("spp", "exact") if name in self.refusals]
         for refusal in general:
@@ -380,15 +389,6 @@ class _Portfolio(planner.PlanSearch):
                 return replace(refusal, attempts=attempts)
         bounds = tuple(bound for refusal in general for bound in refusal.bounds)
         return NoPlan(f"{self.limits.end} came before any plan was found", False, bounds, attempts)
-
-
-def _fullest_share(problem: PipelineProblem, predicted: Predicted) -> float:
-    """The largest share of its memory that a device needs at its peak."""
-    index = problem.cluster.index
-    return max(
-        peak / float(problem.memory_bytes[index[name]])
-        for name, peak in predicted.peak_memory_bytes.items()
-    )
 
 
 PLANNER = planner.SearchPlanner(

@@ -2,18 +2,24 @@
 
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from plans import long_problem, small_problem
 
+from stagewright.cli.pipelines.planning import _print_result
 from stagewright.formulations.checking.check import check
-from stagewright.formulations.forms.answers import Limits, Progress, Status
+from stagewright.formulations.forms.answers import Limits, Progress, Status, silent
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT
 from stagewright.front.pipelines import plan as plan_from_python
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import parse_share
+from stagewright.service.pipelines.planning import answer_of
 from stagewright.service.pipelines.requests import PlanRequest
-from stagewright.solvers.planning import plan
+from stagewright.solvers.planners import auto
+from stagewright.solvers.planners.steps.planner import SearchPlanner
+from stagewright.solvers.planners.steps.proposal import Choices, NoPlan, Proposal, cost_of
+from stagewright.solvers.planning import PLANNERS, plan
 
 # Seconds that no test here takes, unless the gap does not end the search. Some planners give their
 # first steps a share of it.
@@ -21,7 +27,7 @@ LONG = 20.0
 
 
 @pytest.mark.parametrize(
-    ("planner", "gap"), [("auto", 0.5), ("auto", 0.2), ("exact", 0.2), ("general", 0.4),
+    ("planner", "gap"), [("auto", 0.2), ("exact", 0.2), ("general", 0.4),
                          ("madpipe", 0.5), ("1f1b-star", 0.5)],
 )  # fmt: skip
 def test_a_search_ends_at_the_gap(planner, gap):
@@ -57,6 +63,41 @@ def test_a_bound_that_the_search_proves_reaches_the_gap():
     assert near.cost >= optimal.cost
     assert near.bound <= optimal.cost * (1 + 1e-9)
     assert DISJOINT_SPLIT.contains(near.plans) or near.plans.contains(DISJOINT_SPLIT)
+
+
+@pytest.mark.parametrize("asked", [0.0, 0.01])
+def test_a_plan_of_a_class_with_a_nearer_bound_is_told_of_or_is_the_answer(
+    asked, monkeypatch, capsys
+):
+    problem = small_problem(layers=3, devices=3, microbatches=2)
+    fast, proved = (
+        PLANNERS[name].propose(problem, Choices(), Limits(0.3), silent)
+        for name in ("general", "exact")
+    )
+
+    def both(*given: Any) -> Proposal | NoPlan:
+        portfolio = auto._Portfolio(*given[:3], choices=Choices())
+        for made in (proved, fast, proved):
+            portfolio.consider("made", lambda _, made=made: made, 1.0)
+        return portfolio.answer()
+
+    monkeypatch.setitem(PLANNERS, "auto", SearchPlanner("auto", "", "", both))
+    assert plan(problem, limits=Limits(LONG)).other is None  # it is too slow
+    monkeypatch.setattr(auto, "_SLOWER", 1.0)
+    result = plan(problem, limits=Limits(LONG, gap=asked))
+    first, second = result.plan, result.other
+    assert check(problem, first) == check(problem, second) == ()
+    assert (result.gap <= asked) == (asked > 0)
+    nearer, faster = (first, second) if asked else (second, first)
+    assert nearer.certificate.gap <= 1e-9 < faster.certificate.gap
+    assert faster.certificate.cost_seconds == cost_of(problem, fast)
+    assert nearer.certificate.cost_seconds > faster.certificate.cost_seconds
+    told = answer_of(problem, result).json_object()["other"]
+    assert (told["gap"], told["plans"]["sharing"]) == (
+        second.certificate.gap, second.certificate.plans.sharing
+    )  # fmt: skip
+    _print_result(problem.chain, result)
+    assert f"% {'faster' if asked else 'slower'}: gap" in capsys.readouterr().out
 
 
 def test_without_a_gap_nothing_changes():

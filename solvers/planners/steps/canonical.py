@@ -6,6 +6,7 @@ out, and so is memory that no plan can use. Devices that can hardly contribute a
 
 from dataclasses import dataclass, replace
 from time import monotonic
+from typing import TypeVar
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from stagewright.solvers.planners.steps.proposal import (
 
 _ABLE = 0.8  # of the time limit, for plans without negligible devices
 _NEGLIGIBLE = 0.02  # of the work per second of the most able device
+_Made = TypeVar("_Made", bound=Proposal | PeriodicProposal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,9 @@ def proposed(
     return _without_bounds(replace(answer, notes=(*answer.notes, note)))
 
 
-def _without_bounds(made: Proposal | PeriodicProposal) -> Proposal | PeriodicProposal:
+def _without_bounds(made: _Made) -> _Made:
     """The proposal without bounds on all plans of a problem."""
-    return replace(made, bounds=tuple(one for one in made.bounds if one.scope == "schedule"))
+    made = replace(made, bounds=tuple(one for one in made.bounds if one.scope == "schedule"))
+    if isinstance(made, Proposal):
+        made = replace(made, others=tuple(_without_bounds(one) for one in made.others))
+    return made

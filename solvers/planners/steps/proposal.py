@@ -16,7 +16,14 @@ from stagewright.formulations.plans import plan_class
 from stagewright.formulations.plans.actions import DOUBLE_BUFFER, WEIGHT_RULES, ActionKind, Weights
 from stagewright.formulations.plans.memory import in_flight_limit, static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.formulations.plans.plan import Begins, Bound, Guarantee, PipelinePlan, Stage
+from stagewright.formulations.plans.plan import (
+    Begins,
+    Bound,
+    Guarantee,
+    PipelinePlan,
+    Predicted,
+    Stage,
+)
 from stagewright.formulations.plans.starts import starts_of
 from stagewright.formulations.plans.structure import Structure
 from stagewright.formulations.plans.timing import Blocks, durations
@@ -44,7 +51,8 @@ class Proposal:
 
     Backwards are split where ``starts`` has their input gradients; ``weights`` names the rule of
     their updates; ``begins`` as in `Schedule`. ``sub_ends`` has the ends of the weight gradients in
-    sub-streams, shape (S, M), NaN for the others; None: there are none.
+    sub-streams, shape (S, M), NaN for the others; None: there are none. ``others`` are plans of a
+    portfolio that are hardly slower, each the best of another class.
     """
 
     stages: tuple[Stage, ...]
@@ -56,6 +64,7 @@ class Proposal:
     weights: Weights = "flush"
     begins: Begins = "forward"
     sub_ends: Floats | None = None
+    others: "tuple[Proposal, ...]" = ()
 
 
 Recomputation = Literal["none", "full", "layer", "auto"]
@@ -242,6 +251,15 @@ def cost_of(problem: PipelineProblem, proposal: Proposal) -> float:
         float(np.nanmax(proposal.starts[kind] + seconds))
         for kind, seconds in seconds_by_kind.items()
         if not np.isnan(seconds).all()
+    )
+
+
+def fullest_share(problem: PipelineProblem, predicted: Predicted) -> float:
+    """The largest share of its memory that a device needs at its peak."""
+    index = problem.cluster.index
+    return max(
+        peak / float(problem.memory_bytes[index[name]])
+        for name, peak in predicted.peak_memory_bytes.items()
     )
 
 

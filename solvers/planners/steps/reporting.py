@@ -48,13 +48,16 @@ from stagewright.formulations.plans.plan_class import (
 from stagewright.solvers.pipelines.every_plan import device_bounds, every_plan_bounds
 from stagewright.solvers.pipelines.relaxation import FillAndDrain
 from stagewright.solvers.pipelines.servers.relaxation import ServerBounds
+from stagewright.solvers.planners.steps.planner import checking_seconds
 from stagewright.solvers.planners.steps.proposal import (
     PeriodicProposal,
     Proposal,
     class_of_proposal,
+    cost_of,
 )
 
 SHARE = 0.1  # of the time limit, for the passes of the relaxation; of the time so far, for one
+_NEARER = 0.5  # of the gap, at most, has the other plan that an answer tells of
 _SHORT = 0.03  # seconds for a bound that is reported early
 
 
@@ -105,11 +108,15 @@ class ClassBounds:
         with self._spending() as seconds:
             return device_bounds(self.problem, stages, plans, cost, seconds)
 
+    def left(self) -> float:
+        """The seconds to the time limit, negative after it."""
+        return self._until - monotonic()
+
     @contextmanager
     def _spending(self) -> Iterator[float]:
         """The seconds that a bound may take: of the share that is left, and before the limit."""
         began = monotonic()
-        yield max(0.0, min(self._share, self._until - began))
+        yield max(0.0, min(self._share, self.left()))
         self._share -= monotonic() - began
 
     def best(self, plans: PlanClass, cost: float) -> float:
@@ -216,6 +223,40 @@ def certified_plan(
     if isinstance(answer, PeriodicProposal):
         return _certified_pattern(problem, planner, known, answer)
     return certified_schedule(problem, planner, known, answer)
+
+
+def with_other(
+    problem: PipelineProblem,
+    planner: str,
+    known: ClassBounds,
+    answer: Proposal | PeriodicProposal,
+    best: PipelinePlan,
+    asked: float,
+) -> tuple[PipelinePlan, PipelinePlan | None]:
+    """The plan of ``answer`` and another of its plans, which is the first if it has the asked gap.
+
+    ``asked`` is 0 if no gap is.
+
+    The other has the least gap, at most half of that of ``best``, the fastest; None: none has, or
+    there is no time to check it.
+    """
+    if isinstance(answer, PeriodicProposal) or known.left() < checking_seconds(problem):
+        return best, None
+    assert best.certificate is not None
+    other, least = None, _NEARER * best.certificate.gap
+    whole = [bound for bound in answer.bounds if bound.scope == "problem"]
+    for made in answer.others:
+        cost, plans = cost_of(problem, made), class_of_proposal(made)
+        bounds = [*known.every, *known.relaxed(plans, cost), *made.bounds, *whole]
+        about = [one for one in bounds if one.scope == "problem" and one.plans.contains(plans)]
+        its = gap(cost, max(one.seconds for one in about))
+        if its <= least:
+            other, least = replace(made, bounds=(*made.bounds, *whole)), its
+    if other is None:
+        return best, None
+    nearer = certified_schedule(problem, planner, known, other)
+    is_asked = asked > 0 and least <= asked < best.certificate.gap
+    return (nearer, best) if is_asked else (best, nearer)
 
 
 def _certified_pattern(

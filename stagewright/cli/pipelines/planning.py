@@ -213,6 +213,7 @@ def _print_result(chain: "Chain", result: "Result") -> None:
         print_plan(result.plan, chain)
     _print_sizes(result)
     _print_restriction(result)
+    _print_other(result)
     # A portfolio's reason is already printed with its best attempt.
     portfolio = result.plan is not None and result.attempts
     shown = result.ended if portfolio else result.reason
@@ -273,6 +274,19 @@ def _print_restriction(result: "Result") -> None:
             f"{format_seconds(known.free_cost)}, {better}"
         )
     say(*lines)
+
+
+def _print_other(result: "Result") -> None:
+    """Print the gap of the other plan of a portfolio, and how much slower or faster it is."""
+    proof = None if result.other is None else result.other.certificate
+    if proof is None or not result.cost:
+        return
+    more = proof.cost_seconds / result.cost - 1
+    say(
+        f"other  {format_seconds(proof.cost_seconds)}, {percent(abs(more))} "
+        f"{'slower' if more >= 0 else 'faster'}: gap {percent(proof.gap)} to "
+        f"{format_seconds(proof.bound_seconds)} for {proof.plans}, proved by {proof.proved_by}"
+    )
 
 
 def _print_exports(answer: "PlanAnswer") -> None:
