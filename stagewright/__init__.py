@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         allocate,
         cloud,
         estimate,
+        forecast_jobs,
         price_jobs,
         rounds,
         run_cluster,
@@ -91,16 +92,16 @@ __all__ = [
     "Architecture", "Executor", "Fabric", "Failures", "InputError", "Layout", "Link", "Space",
     "Trial", "allocate", "analytic_model", "calibrate", "check", "check_placement",
     "check_profiled_plan", "check_proofs", "cloud", "compare", "compare_schedules", "diff",
-    "divide", "estimate", "export", "fabric_of_kind", "frontier", "jobshop", "load_allocation",
-    "load_cluster", "load_graph", "load_layer_profiles", "load_layout", "load_market", "load_model",
-    "load_operator_plan", "load_partition_problem", "load_plan", "load_profiled_plan", "load_trace",
-    "load_tuning", "load_workload", "memory", "mixed_problem", "parse_layout", "parse_pool",
-    "partition", "place", "plan", "price_jobs", "print_progress", "profiled_problem",
-    "profiled_train_plan", "read_architecture", "rounds", "run_cluster", "save_allocation",
-    "save_cluster", "save_graph", "save_layer_profiles", "save_layout", "save_model",
-    "save_operator_plan", "save_plan", "save_profiled_plan", "save_tuning", "schedule", "show",
-    "simulate", "simulate_cluster", "sweep", "train_plan", "training_problem", "tune", "tune_read",
-    "uniform_servers", "what_if",
+    "divide", "estimate", "export", "fabric_of_kind", "forecast_jobs", "frontier", "jobshop",
+    "load_allocation", "load_cluster", "load_graph", "load_layer_profiles", "load_layout",
+    "load_market", "load_model", "load_operator_plan", "load_partition_problem", "load_plan",
+    "load_profiled_plan", "load_trace", "load_tuning", "load_workload", "memory", "mixed_problem",
+    "parse_layout", "parse_pool", "partition", "place", "plan", "price_jobs", "print_progress",
+    "profiled_problem", "profiled_train_plan", "read_architecture", "rounds", "run_cluster",
+    "save_allocation", "save_cluster", "save_graph", "save_layer_profiles", "save_layout",
+    "save_model", "save_operator_plan", "save_plan", "save_profiled_plan", "save_tuning",
+    "schedule", "show", "simulate", "simulate_cluster", "sweep", "train_plan", "training_problem",
+    "tune", "tune_read", "uniform_servers", "what_if",
 ]  # fmt: skip
 
 # Loaded on first use, so that ``import stagewright`` is fast.
@@ -118,7 +119,7 @@ _LAZY = {
     "stagewright.formulations.parallelism.trials": ("Trial", "load_tuning", "save_tuning"),
     "stagewright.formulations.plans.plan": ("load_plan", "save_plan"),
     "stagewright.front.clusters": (
-        "allocate", "cloud", "estimate", "price_jobs", "rounds", "run_cluster",
+        "allocate", "cloud", "estimate", "forecast_jobs", "price_jobs", "rounds", "run_cluster",
         "simulate_cluster",
     ),
     "stagewright.front.layouts": (

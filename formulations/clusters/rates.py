@@ -170,7 +170,7 @@ def _alone(
                 )
             if rate is not None and scale <= accelerator.count:
                 alone[row, column] = _placed_rate(rate, worker)
-        _require_place(pool, kind, alone[row])
+        _require_place(throughputs, pool, kind, alone[row])
     return alone
 
 
@@ -182,7 +182,7 @@ def _placed_rate(rate: Rate, worker: WorkerType) -> float:
     return rate.spread_steps_per_second or 0.0
 
 
-def _require_place(pool: Pool, kind: Kind, rates: Floats) -> None:
+def _require_place(throughputs: Throughputs, pool: Pool, kind: Kind, rates: Floats) -> None:
     if rates.any():
         return
     model, scale = kind[0], counts_of(kind)[0]
@@ -193,8 +193,14 @@ def _require_place(pool: Pool, kind: Kind, rates: Floats) -> None:
             f"most {largest.count} ({largest.name!r}): lower the job's scale"
         )
     counts = " or ".join(map(str, counts_of(kind)))
+    runs = [
+        f"{one.scale} {one.accelerator}"
+        for one in throughputs.alone
+        if one.model == model and one.steps_per_second
+    ]
+    would = f"its throughputs know it on {', '.join(runs)}" if runs else "give it a throughput"
     raise InputError(
-        f"{model!r} on {counts} accelerators runs nowhere in this cluster: all rates 0"
+        f"{model!r} on {counts} accelerators runs nowhere in this cluster: all rates 0; {would}"
     )
 
 

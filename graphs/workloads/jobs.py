@@ -245,7 +245,12 @@ class Workload:
 def _require_unique_names(what: str, names: list[str]) -> None:
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise InputError(f"two {what} are named {twice!r}")
+        first = names.index(twice)
+        second = names.index(twice, first + 1)
+        raise InputError(
+            f"{what}[{second}]: two {what} are named {twice!r}, the other is {what}[{first}]; "
+            "give each a name of its own"
+        )
 
 
 def _require_trained(jobs: tuple[Job, ...], trainings: tuple[Training, ...]) -> None:

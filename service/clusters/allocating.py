@@ -99,7 +99,12 @@ def allocate(
     """
     whole, priced = with_throughputs(request, on_progress, stop)
     problem = _allocatable(whole)
-    return _answer(request, problem, _solved(request, problem, stop), priced)
+    answer = _answer(request, problem, solved(request, problem, stop), priced)
+    if answer.plan is None or not (request.forecast or request.explain):
+        return answer
+    from stagewright.service.clusters.explaining import with_explanation  # with the simulation
+
+    return with_explanation(request, answer, stop)
 
 
 def with_throughputs(
@@ -166,9 +171,10 @@ def _problem(request: AllocateRequest | RoundsRequest) -> AllocationProblem:
     )
 
 
-def _solved(
+def solved(
     request: AllocateRequest, problem: AllocationProblem, stop: StopToken | None
 ) -> AllocationResult:
+    """What the policy of the request allocates."""
     limits = request.limits(stop)
     if request.parts is None:
         budget = request.budget_dollars

@@ -87,12 +87,81 @@ class ShareAnswer(Answer):
         return fields
 
 
+class ForecastAnswer(Answer):
+    """Seconds from now until a job is done if no other job comes; None: not in the simulation.
+
+    ``seconds_low`` and ``seconds_high`` are the least and the most of three simulations: all
+    computed rates as they are, all at the lowest and all at the highest of their ranges.
+    ``deadline_seconds`` are from now until the job's SLO.
+    """
+
+    job: str
+    seconds: Finite
+    seconds_low: Finite
+    seconds_high: Finite
+    deadline_seconds: float | None = None
+
+
+class ChoiceAnswer(Answer):
+    """Accelerators on which a job may run: its share of time there, and its rate alone.
+
+    A computed rate has a range and a layout; a ``reason`` says why the job does not run there.
+    """
+
+    accelerator: str
+    count: int
+    placement: str | None
+    share: float
+    steps_per_second: float
+    steps_per_second_low: float | None = None
+    steps_per_second_high: float | None = None
+    layout: str | None = None
+    reason: str | None = None
+
+
+class OccupancyAnswer(Answer):
+    """Mean accelerators of a type in use, and by which other jobs, the largest first."""
+
+    accelerator: str
+    count: int
+    in_use: float
+    others: dict[str, float]
+
+
+class ChangeAnswer(Answer):
+    """What a job would have after a change, by the policy anew; None: not known in time."""
+
+    change: str
+    steps_per_second: Finite
+    completion_seconds: Finite
+
+
+class JobAnswer(Answer):
+    """Why a job has what it has: ``why`` in sentences, and what ``changes`` would bring it.
+
+    ``forecast`` is None where no simulation ends.
+    """
+
+    job: str
+    model: str
+    share: float
+    steps_per_second: float
+    steps_per_second_low: float
+    steps_per_second_high: float
+    forecast: ForecastAnswer | None
+    why: tuple[str, ...]
+    choices: tuple[ChoiceAnswer, ...]
+    occupancy: tuple[OccupancyAnswer, ...]
+    changes: tuple[ChangeAnswer, ...]
+
+
 class AllocateAnswer(Answer):
     """The answer of a policy; ``allocation`` is None if there is none.
 
     ``one_more`` is how far one more accelerator of each type moves ``bound`` at most, where its
     duals say so. ``prices`` are the throughputs that were computed for trainings, with what was
     ``assumed``.
+    ``forecasts`` and the ``explained`` job are there if they were asked for.
     """
 
     status: Status
@@ -109,6 +178,8 @@ class AllocateAnswer(Answer):
     allocation: tuple[ShareAnswer, ...] | None
     prices: tuple[ComputedRate, ...] = ()
     assumed: tuple[str, ...] = ()
+    forecasts: tuple[ForecastAnswer, ...] | None = None
+    explained: JobAnswer | None = None
     problem: Annotated[AllocationProblem, CARRIED]
     result: Annotated[AllocationResult, CARRIED]
     plan: Annotated[AllocationPlan | None, CARRIED]

@@ -1,5 +1,6 @@
 """Requests about the jobs of a cluster: allocations, rounds, simulations, estimates."""
 
+from difflib import get_close_matches
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
@@ -143,10 +144,18 @@ class AllocateRequest(_JobsPolicyRequest, SearchRequest):
     """Time limit of the search in seconds."""
     seed: int = 0
     """Decides which job is in which part."""
+    explain: Annotated[str | None, Option(form="JOB")] = None
+    """Say why a job has what it has, and what more accelerators, another number or weight bring."""
+    forecast: bool = False
+    """Say when each job is done if no other comes, with the range of computed throughputs."""
+    round_seconds: float = 360.0
+    """Of forecasts: length of a round."""
 
     @model_validator(mode="after")
     def _require_sense(self) -> Self:
         _require_pairs(self.workload, self.space_sharing)
+        require_positive(self.round_seconds, "round_seconds")
+        self._require_explainable()
         if self.budget_dollars is not None:
             require_amount(self.budget_dollars, "budget_dollars")
         if self.parts is not None and self.budget_dollars is not None:
@@ -156,6 +165,14 @@ class AllocateRequest(_JobsPolicyRequest, SearchRequest):
         if self.at_once and self.parts is None:
             raise InputError("at_once is for parts: say how many")
         return self
+
+    def _require_explainable(self) -> None:
+        names = [job.name for job in self.workload.jobs]
+        if self.explain is not None and self.explain not in names:
+            near = get_close_matches(self.explain, names, 1) or names[:1]
+            raise InputError(f"explain: no job is named {self.explain!r}; there is {near[0]!r}")
+        if self.parts is not None and (self.forecast or self.explain is not None):
+            raise InputError("explain and forecast are for a policy that is not solved in parts")
 
 
 class RoundsRequest(_JobsPolicyRequest, SearchRequest):

@@ -85,6 +85,44 @@ def allocate(
     return answer(AllocateRequest.of(**fields)).result
 
 
+def forecast_jobs(
+    workload: "Workload",
+    pool: "Pool",
+    policy: str = "water-filling",
+    *,
+    explain: str | None = None,
+    stop: StopToken | None = None,
+    **options: Any,
+) -> "AllocateAnswer":
+    """Allocate as :func:`allocate`, and say when jobs are done, and why one has what it has.
+
+    Parameters
+    ----------
+    workload, pool, policy
+        As of :func:`allocate`.
+    explain
+        The name of a job: ``explained`` of the answer says what keeps it, and what more
+        accelerators of each type, twice its weight, or other numbers of them would bring it.
+    stop
+        Once it is set, simulations end; what they leave open is None.
+    options
+        The other fields of :class:`~stagewright.service.clusters.requests.AllocateRequest`, such
+        as ``round_seconds``.
+
+    Returns
+    -------
+    AllocateAnswer
+        ``forecasts`` has the seconds from now until each job is done if no other comes.
+    """
+    from stagewright.service.clusters.allocating import allocate as answer
+    from stagewright.service.clusters.requests import AllocateRequest
+
+    request = AllocateRequest.of(
+        workload=workload, pool=pool, policy=policy, explain=explain, forecast=True, **options
+    )
+    return answer(request, stop=stop)
+
+
 def price_jobs(
     workload: "Workload", pool: "Pool", *, stop: StopToken | None = None, **options: Any
 ) -> "PriceJobsAnswer":

@@ -15,10 +15,10 @@ from stagewright.cli.pages import EXAMPLES
 
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
-# The same meaning in several forms: a file or a text, one for all or one for each, by name of unit.
+# The same meaning in several forms: a file or a text, one for all or for each, a layout or a job.
 FORMS = {
-    "--cluster", "--from", "--memory-limit", "--microbatch-size", "--microbatches", "--output",
-    "--planner", "--rates", "--recompute", "--replicas", "--stages", "--tensor",
+    "--cluster", "--explain", "--from", "--memory-limit", "--microbatch-size", "--microbatches",
+    "--output", "--planner", "--rates", "--recompute", "--replicas", "--stages", "--tensor",
 }  # fmt: skip
 
 

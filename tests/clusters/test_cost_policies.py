@@ -283,7 +283,7 @@ def test_an_slo_beyond_every_accelerator_or_in_the_past_is_named():
     result = allocate(asked, "min-cost-slo")
     assert result.notes[:2] == (
         "job 'fast': needs 3.5 steps/s to meet its SLO in 2 h, no accelerator is fast enough "
-        "(at best 3); served as if it had none",
+        "(at best 3: no SLO below 2.33 h can be met); served as if it had none",
         "job 'late': its SLO passed 0.5 h ago; served as if it had none",
     )
     reached = throughput(asked, result.allocation)

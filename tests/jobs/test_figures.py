@@ -25,7 +25,11 @@ OTHERS = [kind for kind in KINDS if kind != "plan"]
 @cache
 def answered(kind: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The example's request, its answer, and what is shown of it."""
-    text = files(OWN).joinpath(f"example-{kind}.json").read_text()
+    return shown_of(kind, files(OWN).joinpath(f"example-{kind}.json").read_text())
+
+
+def shown_of(kind: str, text: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The request in a text, its answer, and what is shown of it."""
     request = parse_request(kind, text)
     answer = json.loads(written(KINDS[kind].answer(request, silent, threading.Event())))
     return json.loads(text), answer, figures(kind, request, answer).table()
@@ -181,3 +185,16 @@ def test_a_sweep_marks_the_best_row() -> None:
     (rows,) = (one["rows"] for one in shown["tables"])
     assert len(rows) == len(answer["rows"])
     assert [i for i, row in enumerate(rows) if row[0].startswith("★")] == [answer["best"]]
+
+
+def test_a_job_is_explained_before_the_shares_that_ask_for_it() -> None:
+    request, _, shown = answered("allocate")
+    (shares,) = [one for one in shown["tables"] if one["title"] == shown["explains"]]
+    names = [row[0] for row in shares["rows"]]
+    assert names == [job["name"] for job in request["workload"]["jobs"]]
+    asked = json.dumps(request | {"explain": names[0], "forecast": True})
+    _, _, more = shown_of("allocate", asked)
+    assert more["lead"][0] == f"Why {names[0]}?"
+    assert any("if no other job comes" in line for line in more["lead"])
+    (shares,) = [one for one in more["tables"] if one["title"] == more["explains"]]
+    assert "done after" in shares["head"]

@@ -61,12 +61,18 @@ def notes(problem: AllocationProblem, floor: Floats) -> tuple[str, ...]:
             text = f"its SLO passed {-left / 3600:.3g} h ago; served as if it had none"
         elif hopeless[job]:
             text = (
-                f"{asks}, no accelerator is fast enough (at best {best[job]:.4g}); "
-                "served as if it had none"
+                f"{asks}, no accelerator is fast enough (at best {best[job]:.4g}: no SLO below "
+                f"{_hours(problem, job, best)} can be met); served as if it had none"
             )
         elif floor[job] < need[job] * (1 - 1e-6):
-            text = f"{asks}, gets {floor[job]:.4g} at best together with the others"
+            when = f", by which it takes {_hours(problem, job, floor)}" if floor[job] else ""
+            text = f"{asks}, gets {floor[job]:.4g} at best together with the others{when}"
         else:
             continue
         found.append(f"job {problem.names[job]!r}: {text}")
     return tuple(found)
+
+
+def _hours(problem: AllocationProblem, job: np.signedinteger, rate: Floats) -> str:
+    """How long the rest of a job takes at its rate."""
+    return f"{problem.steps[job] / rate[job] / 3600:.3g} h"

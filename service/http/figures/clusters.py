@@ -1,5 +1,6 @@
 """What the page shows of answers about the jobs of clusters and of the cloud."""
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable
 from datetime import datetime
@@ -8,13 +9,16 @@ from stagewright.executor.drawing.lanes import BarRun, Drawing, runs_drawing
 from stagewright.graphs.workloads.jobs import Workload
 from stagewright.graphs.workloads.pool import Pool
 from stagewright.service.answers import AnswerTable
+from stagewright.service.clusters.answers import AllocateAnswer
 from stagewright.service.clusters.requests import (
     AllocateRequest,
     RoundsRequest,
     SimulateClusterRequest,
 )
+from stagewright.service.clusters.told import job_lines, job_tables, jobs_table
 from stagewright.service.http.figures.tables import HOUR, Figures, Told, facts, titled, written
 from stagewright.service.requests import Request
+from stagewright.service.whole_answers import read
 
 Runs = dict[tuple[str, int], list[BarRun]]
 """What each accelerator runs, by its type and number."""
@@ -27,29 +31,22 @@ def allocate(request: Request, answer: Told) -> Figures:
         f"objective of {answer['policy']}": "objective number",
         f"bound, by {answer['proved_by']}": "bound number", "gap": "gap percent",
     })  # fmt: skip
-    given = answer["allocation"] or ()
-    kinds = request.pool.names
+    found = read(json.dumps(answer), request)
+    assert isinstance(found, AllocateAnswer)
+    given, why = found.allocation or (), found.explained
     scales = {job.name: job.scale for job in request.workload.jobs}
-    shares: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(kinds, 0.0))
-    runs: dict[str, list[BarRun]] = {kind: [] for kind in kinds}
+    runs: dict[str, list[BarRun]] = {kind: [] for kind in request.pool.names}
     for one in given:
-        jobs, kind = " + ".join(one["jobs"]), one["accelerator"]
-        shares[jobs][kind] += one["share"]
-        from_ = runs[kind][-1].end if runs[kind] else 0.0
-        runs[kind].append(BarRun(jobs, from_, from_ + one["share"] * scales[one["jobs"][0]]))
-    rows = [
-        (
-            jobs,
-            *(written(its[kind], "percent") for kind in kinds),
-            written(sum(its.values()), "percent"),
-        )
-        for jobs, its in shares.items()
-    ]
+        its = runs[one.accelerator]
+        from_, many = its[-1].end if its else 0.0, one.count or scales[one.jobs[0]]
+        its.append(BarRun(" + ".join(one.jobs), from_, from_ + one.share * many))
     counts = {one.name: one.count for one in request.pool.accelerators}
     lanes = [(f"{kind} · {counts[kind]}", its) for kind, its in runs.items()]
     used = [(kind, written(it, "percent")) for kind, it in (answer["utilisation"] or {}).items()]
+    jobs = [jobs_table(found)] if given else []
     tables = (
-        AnswerTable("Shares of the time of each job", ("<job", *kinds, "in all"), rows),
+        *(() if why is None else job_tables(why)),
+        *jobs,
         AnswerTable("Utilisation", ("<accelerator", "utilisation"), used),
         titled("Computed throughputs", answer["prices"], {
             "<training": "model", "<accelerator": "accelerator", "accelerators": "count number",
@@ -60,7 +57,14 @@ def allocate(request: Request, answer: Told) -> Figures:
     )  # fmt: skip
     title = "Accelerators that each job has on average"
     drawn = runs_drawing(lanes, scales, "accelerators")
-    return Figures(numbers, tables, [(title, drawn)] if given else ())
+    return Figures(
+        numbers,
+        tables,
+        [(title, drawn)] if given else (),
+        lead=() if why is None else (f"Why {why.job}?", *job_lines(why)),
+        lines=(*found.notes, *found.assumed),
+        explains="".join(one.title for one in jobs),
+    )
 
 
 def rounds(request: Request, answer: Told) -> Figures:
@@ -80,7 +84,7 @@ def rounds(request: Request, answer: Told) -> Figures:
         for one in assigned:
             for number in one["numbers"]:
                 _prolong(runs[one["accelerator"], number], " + ".join(one["jobs"]), start, end)
-    drawn = _by_accelerator(runs, request.workload)
+    drawn = _by_accelerator(runs, request.pool, request.workload)
     return Figures(numbers, timelines=[("Rounds by accelerator", drawn)])
 
 
@@ -100,8 +104,17 @@ def _in_order(runs: Iterable[BarRun]) -> list[BarRun]:
     return sorted(runs, key=lambda run: run.start)
 
 
-def _by_accelerator(runs: Runs, workload: Workload | None) -> Drawing:
-    rows = [(f"{kind} {number}", _in_order(its)) for (kind, number), its in runs.items()]
+def _by_accelerator(runs: Runs, pool: Pool, workload: Workload | None) -> Drawing:
+    """A row for each accelerator, named by its server where there are servers."""
+    sizes = {one.name: one.per_server for one in pool.accelerators}
+    rows = [
+        (
+            f"{kind} {number}" if (size := sizes[kind]) is None
+            else f"{kind} server {number // size} GPU {number % size}",
+            _in_order(its),
+        )
+        for (kind, number), its in runs.items()
+    ]  # fmt: skip
     names = () if workload is None else [job.name for job in workload.jobs]
     return runs_drawing(rows, names, "h", 1 / HOUR)
 
@@ -135,7 +148,7 @@ def simulate_cluster(request: Request, answer: Told) -> Figures:
         AnswerTable("Completion times", ("<share of the jobs", "within"), times),
         AnswerTable("Mean completion times by weight", ("<weight", "mean"), weights),
     )
-    drawn = _by_accelerator(runs, request.workload)
+    drawn = _by_accelerator(runs, request.pool, request.workload)
     return Figures(numbers, tables, [("Jobs by accelerator", drawn)] if any(runs.values()) else ())
 
 

@@ -29,8 +29,8 @@ class Figures:
     """Main numbers with their labels, then tables, timelines and charts with their titles.
 
     ``lead`` is a title with sentences that come first, ``lines`` are others, ``memory`` has a bar
-    for each rank. The layouts of the table with the title ``explains`` can be explained, by the
-    same request with the field ``explain``.
+    for each rank. The layouts, or jobs, of the table with the title ``explains`` can be explained,
+    by the same request with the field ``explain``.
     """
 
     facts: Sequence[tuple[str, str]]

@@ -15,11 +15,14 @@ function tabled(one, ...more) {
   return root;
 }
 
-// Of the table of layouts each can be explained, which is another job.
+// The first cell of each row, such as a layout, can be explained, which is another job.
 function explained(one, explain) {
-  const rows = one.rows.map(([layout, ...rest]) =>
-    [make("button", {type: "button", title: "Why not this one?", click: () => explain(layout)}, layout), ...rest]);
-  return tabled({...one, rows}, make("p", {class: "sub"}, "Choose a layout to have it explained: part by part and price by price, against the best."));
+  const what = one.head[0].replace("<", "");
+  const rows = one.rows.map(([name, ...rest]) =>
+    [make("button", {type: "button", title: `Why this ${what}?`, click: () => explain(name)}, name), ...rest]);
+  const more = {job: "why it has this and no more, and what would change it",
+    layout: "part by part and price by price, against the best"};
+  return tabled({...one, rows}, make("p", {class: "sub"}, `Choose a ${what} to have it explained: ${more[what]}.`));
 }
 
 // A sentence, whose commands are between backticks.

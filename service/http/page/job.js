@@ -186,7 +186,7 @@ class JobPage {
   async figures() {
     const told = await read(`jobs/${this.id}/figures`, {signal: this.signal});
     this.drawn = this.job.finished;
-    showFigures(this.shown, told, (layout) => this.act(() => this.explain(layout)));
+    showFigures(this.shown, told, (what) => this.act(() => this.explain(what)));
   }
 
   // The form of trials with this tuning, and a line for each layout that is next.
@@ -195,10 +195,10 @@ class JobPage {
     open(["tune-read", "tuning"], tuning, {trials: next.map(({layout}) => `${layout}: `).join("\n")});
   }
 
-  // The same question with a layout to explain, which is another job.
-  async explain(layout) {
+  // The same question with a layout or a job to explain, which is another job.
+  async explain(what) {
     const asked = await read(`jobs/${this.id}/request`, {signal: this.signal});
-    const body = JSON.stringify({...asked, explain: layout});
+    const body = JSON.stringify({...asked, explain: what});
     const job = await read(this.job.kind, {method: "POST", body, headers: {"Content-Type": "application/json"}});
     location.hash = `#/jobs/${job.id}`;
   }

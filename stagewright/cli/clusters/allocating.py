@@ -89,6 +89,7 @@ class AllocateOptions(Served, Written):
     headings={
         "The policy": "space_sharing placement budget_dollars backend",
         "In parts": "parts at_once seed",
+        "Why, and when": "explain forecast round_seconds",
     },
 )
 def allocate(asked: Asked[AllocateRequest], given: AllocateOptions) -> int:
@@ -151,6 +152,7 @@ def _print_allocation(answer: "AllocateAnswer") -> None:
     say("in use: " + ", ".join(f"{name} {percent(part)}" for name, part in parts))
     if jobs > _SHOWN_JOBS:
         say(f"{jobs - _SHOWN_JOBS} more jobs; --json or --output has all of them")
+    _print_why_and_when(answer)
 
 
 def _print_shares(answer: "AllocateAnswer") -> None:
@@ -179,6 +181,19 @@ def _print_shares(answer: "AllocateAnswer") -> None:
         for kind in [problem.table.kinds[problem.kind[job]]]
     ]
     print_table(("<job", "<model", "scale", *names, "steps/s"), rows)
+
+
+def _print_why_and_when(answer: "AllocateAnswer") -> None:
+    from stagewright.service.clusters.told import forecast_table, job_lines, job_tables
+
+    tables = []
+    if answer.forecasts is not None:
+        tables.append(forecast_table(answer.forecasts[:_SHOWN_JOBS]))
+    if answer.explained is not None:
+        say(f"Why {answer.explained.job}?", *job_lines(answer.explained))
+        tables += job_tables(answer.explained)
+    for table in tables:
+        print_table(table.head, table.rows, table.title)
 
 
 class RoundsOptions(Served, Printed):
