@@ -37,12 +37,25 @@ class _ActiveLease:
     begun: set[int] = field(default_factory=set)
     grants: list[Grant] = field(default_factory=list)
     saved: dict[int, int] = field(default_factory=dict)
+    granted: float = 0.0  # when the last grant was
     seconds_per_step: float = 0.0
     has_asked: bool = False  # since the round was decided
 
     @property
     def is_ending(self) -> bool:
         return bool(self.grants) and self.grants[-1].is_last
+
+    def measure(self) -> None:
+        """Take the time of a step from those of the last grant, which are done now.
+
+        By the server's clock, not by what a job says of itself.
+        """
+        now = time.monotonic()
+        if self.grants:
+            before = self.grants[-2].step if len(self.grants) > 1 else self.first
+            taken = (now - self.granted) / max(1, self.grants[-1].step - before)
+            self.seconds_per_step = max(taken, _MIN_STEP_SECONDS)
+        self.granted = now
 
     @property
     def may_start_until(self) -> float:
@@ -142,15 +155,19 @@ class LeaseServer:
 
     # The iterator's calls.
 
-    def grant(self, job: str, epoch: int, rank: int, number: int, seconds_per_step: float) -> Grant:
+    def grant(self, job: str, epoch: int, rank: int, number: int) -> Grant:
         """See :meth:`stagewright.executor.clusters.leases.Scheduler.grant`."""
-        record, held = self._require(job, epoch)
+        record, held = self._require(job, epoch, rank)
+        if not 0 <= number <= len(held.grants):
+            raise JobLeaseLostError(
+                f"job {job!r}: rank {rank} asked for grant {number}, has had {len(held.grants)}"
+            )
         held.has_asked = True
         if rank not in held.begun:
             held.begun.add(rank)
             held.since = time.monotonic()
         if number == len(held.grants):
-            held.seconds_per_step = max(seconds_per_step, _MIN_STEP_SECONDS)
+            held.measure()
             held.grants.append(self._next(record, held))
         return held.grants[number]
 
@@ -173,7 +190,7 @@ class LeaseServer:
 
     def saved(self, job: str, epoch: int, rank: int, step: int) -> None:
         """See :meth:`stagewright.executor.clusters.leases.Scheduler.saved`."""
-        _, held = self._require(job, epoch)
+        _, held = self._require(job, epoch, rank)
         if not held.is_ending or step != held.grants[-1].step:
             raise JobLeaseLostError(
                 f"job {job!r}: rank {rank} saved step {step}, not the end of its lease"
@@ -194,11 +211,13 @@ class LeaseServer:
         self.store.commit(job, held.epoch, step, path)
         _clean(folder, held.epoch)
 
-    def _require(self, job: str, epoch: int) -> tuple[JobRecord, _ActiveLease]:
+    def _require(self, job: str, epoch: int, rank: int) -> tuple[JobRecord, _ActiveLease]:
         record = self.store.require_current(job, epoch)
         held = self._held.get(job)
         if held is None or held.epoch != epoch or len(held.saved) == held.ranks:
             raise JobLeaseLostError(f"job {job!r}: there is no active lease of epoch {epoch}")
+        if not 0 <= rank < held.ranks:
+            raise JobLeaseLostError(f"job {job!r}: rank {rank} is not one of {held.ranks}")
         return record, held
 
 

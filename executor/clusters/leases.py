@@ -12,7 +12,6 @@ older epochs are refused.
 
 import itertools
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +35,8 @@ class Grant:
 class Scheduler(Protocol):
     """The scheduler as a lease's holder calls it; both methods raise JobLeaseLostError."""
 
-    def grant(self, job: str, epoch: int, rank: int, number: int, seconds_per_step: float) -> Grant:
-        """The lease's grant ``number``, from 0; ``seconds_per_step`` is as last measured."""
+    def grant(self, job: str, epoch: int, rank: int, number: int) -> Grant:
+        """The lease's grant ``number``, from 0, which says that those before are used up."""
 
     def saved(self, job: str, epoch: int, rank: int, step: int) -> None:
         """The rank has written its part of the checkpoint after ``step`` steps.
@@ -111,19 +110,13 @@ class LeaseIterator(Generic[T]):
         if lease.checkpoint is not None:
             self.load_checkpoint(lease.checkpoint)
         batches = self._batches()
-        since, seconds_per_step = time.monotonic(), 0.0
         for number in itertools.count():
-            grant = lease.scheduler.grant(
-                lease.job, lease.epoch, lease.rank, number, seconds_per_step
-            )
-            begun = self.step
+            grant = lease.scheduler.grant(lease.job, lease.epoch, lease.rank, number)
             while self.step < grant.step:
                 yield next(batches)
                 self.step += 1  # the loop's body has ended
             if grant.is_last:
                 break
-            now = time.monotonic()
-            seconds_per_step, since = (now - since) / (self.step - begun), now
         self._save()
 
     def _batches(self) -> Iterator[T]:

@@ -109,9 +109,9 @@ class RemoteScheduler:
     def __init__(self, server: Any) -> None:
         self.server = server
 
-    def grant(self, job: str, epoch: int, rank: int, number: int, seconds_per_step: float) -> Grant:
+    def grant(self, job: str, epoch: int, rank: int, number: int) -> Grant:
         """See :meth:`leases.Scheduler.grant`."""
-        found: Grant = call(self.server, "grant", job, epoch, rank, number, seconds_per_step)
+        found: Grant = call(self.server, "grant", job, epoch, rank, number)
         return found
 
     def saved(self, job: str, epoch: int, rank: int, step: int) -> None:

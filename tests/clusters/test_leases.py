@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 
-from stagewright.executor.clusters import lease_server, leases
+from stagewright.executor.clusters import lease_server
 from stagewright.executor.clusters.job_store import JobStore
 from stagewright.executor.clusters.lease_server import KEPT, START_SECONDS, LeaseServer
 from stagewright.executor.clusters.leases import JobLeaseLostError, Lease, LeaseIterator
@@ -29,7 +29,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Seconds that pass only when a test says so."""
     clock = SimpleNamespace(now=1000.0)
     ticking = SimpleNamespace(monotonic=lambda: clock.now)
-    monkeypatch.setattr(leases, "time", ticking)
     monkeypatch.setattr(lease_server, "time", ticking)
     return clock
 
@@ -143,7 +142,7 @@ def test_a_lease_that_is_not_renewed_ends_with_its_round(
     assert 1000 + ROUND - 1.0 <= clock.now <= 1000 + ROUND
     assert server.store.job("a").committed == len(rank.seen)
     with pytest.raises(JobLeaseLostError):
-        server.grant("a", rank.lease.epoch, 0, 99, 0.1)
+        server.grant("a", rank.lease.epoch, 0, 99)
 
 
 def test_a_renewed_lease_goes_on_without_a_checkpoint(
@@ -229,6 +228,30 @@ def hold_lease(
         if draw.random() < 0.1:
             server.begin_round()
     return not out
+
+
+def test_a_job_is_not_believed(tmp_path: Path, clock: SimpleNamespace) -> None:
+    """Rates are by the server's clock; what a rank may not ask or save is refused."""
+    server = opened(tmp_path, a=1000)
+    lease = started(server, ranks=2)[0]
+    first = server.grant("a", lease.epoch, 0, 0)
+    clock.now += 0.5
+    second = server.grant("a", lease.epoch, 1, 1)
+    assert server.progress() == {"a": (1, 2.0)}
+    clock.now += 0.25 * (second.step - first.step)
+    server.grant("a", lease.epoch, 0, 2)
+    assert server.progress() == {"a": (second.step, 4.0)}
+    wrong = (
+        (lambda: server.grant("a", lease.epoch, 0, 9), "asked for grant 9, has had 3"),
+        (lambda: server.grant("a", lease.epoch, 0, -1), "asked for grant -1"),
+        (lambda: server.grant("a", lease.epoch, 2, 0), "rank 2 is not one of 2"),
+        (lambda: server.saved("a", lease.epoch, 7, second.step), "rank 7 is not one of 2"),
+        (lambda: server.saved("a", lease.epoch, 0, 1000), "saved step 1000, not the end"),
+    )
+    for attempt, message in wrong:
+        with pytest.raises(JobLeaseLostError, match=message):
+            attempt()
+    assert server.progress() == {"a": (second.step, 4.0)}
 
 
 def test_an_old_epoch_may_neither_run_on_nor_save(tmp_path: Path, clock: SimpleNamespace) -> None:
