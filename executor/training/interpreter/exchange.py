@@ -168,8 +168,9 @@ class Messages:
 
     def __init__(self, place: RankPlace) -> None:
         self._place = place
-        self._yields = place.group is not None and place.wire.type == "cpu"
-        if self._yields and sys.platform == "linux":
+        is_by_gloo = place.group is not None and place.wire.type == "cpu"
+        self._yields = is_by_gloo and sys.platform == "linux"
+        if self._yields:
             schedule_gloo(os.SCHED_BATCH)
         self._arrivals: defaultdict[Action, list[Arrival]] = defaultdict(list)
         self._sent: defaultdict[Action, list[tuple[dist.Work, Tensor]]] = defaultdict(list)
