@@ -118,13 +118,22 @@ def test_shares_become_accelerators() -> None:
         assert sum(held.values()) <= one["count"] * (1 + 1e-6)
 
 
+def accelerator_of(request: dict[str, Any], kind: str, number: int) -> str:
+    """What a row is called: the accelerator by its server, where the pool has servers."""
+    (size,) = (one.get("per_server") for one in request["pool"]["accelerators"]
+               if one["name"] == kind)  # fmt: skip
+    if size is None:
+        return f"{kind} {number}"
+    return f"{kind} server {number // size} GPU {number % size}"
+
+
 def test_rounds_are_on_accelerators_until_their_jobs_change() -> None:
     request, answer, shown = answered("rounds")
     (drawn,) = (one["timeline"] for one in shown["timelines"])
     hours = request.get("round_seconds", 360.0) / 3600
     by_round = [
         {
-            f"{one['accelerator']} {number}": " + ".join(one["jobs"])
+            accelerator_of(request, one["accelerator"], number): " + ".join(one["jobs"])
             for one in assigned
             for number in one["numbers"]
         }
@@ -144,7 +153,11 @@ def test_a_simulated_cluster_shows_who_was_where() -> None:
     request, answer, shown = answered("simulate-cluster")
     (drawn,) = (one["timeline"] for one in shown["timelines"])
     counts = {one["name"]: one["count"] for one in request["pool"]["accelerators"]}
-    names = [f"{kind} {number}" for kind, count in counts.items() for number in range(count)]
+    names = [
+        accelerator_of(request, kind, number)
+        for kind, count in counts.items()
+        for number in range(count)
+    ]
     assert [lane["name"] for lane in drawn["lanes"]] == names
     last = max(end for lane in drawn["lanes"] for _, _, end in spans(lane, drawn))
     # A job ends within its last round.
