@@ -130,14 +130,12 @@ def of_degree_1(
     devices stays as it is, which no argument gives.
     """
     degree = bound.plans.degree
-    if degree in (1, None) or bound.scope != "problem":
+    inner = None if degree in (1, None) else of_groups(bound.plans, degree)
+    if inner is None or bound.scope != "problem":
         return plain, bound
-    inner = of_groups(bound.plans, degree)
     try:
         groups = best_groups(problem, degree)
     except InputError:
-        return plain, bound
-    if inner is None:
         return plain, bound
     return every_plan.without_useless(groups), replace(bound, plans=inner)
 

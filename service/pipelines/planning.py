@@ -159,30 +159,33 @@ def _of_groups(request: PlanRequest, degree: int, stop: StopToken | None) -> Res
     limits = request.limits(stop)
     found = solve(problem, _planner_of_groups(request), limits, choices=_choices(request))
     how = f"every {degree} devices are planned as one"
+    if found.plan is None:
+        how = f"{how}, which alone are spoken of here"
     result = replace(
         found,
         reason="; ".join(filter(None, (how, found.reason))),
+        bound=None,
+        gap=None,
+        proved_by=None,
         plans=None,
         attempts=(),
         other=None,
     )
     if found.plan is None:
-        how = f"{how}, which alone are spoken of here"
-        reason = "; ".join(filter(None, (how, found.reason)))
-        return replace(result, reason=reason, bound=None, gap=None, proved_by=None)
+        return result
     plan = plan_of_devices(request.problem, found.plan, degree)
-    return _proved(result, with_certificate(request.problem, plan, limits.seconds))
+    plan = with_certificate(request.problem, plan, limits.seconds)
+    if plan.certificate is None:
+        assert plan.predicted is not None
+        cost = plan.predicted.iteration_seconds
+        return replace(result, status=Status.FEASIBLE, plan=plan, cost=cost)
+    return _proved(result, plan)
 
 
 def _proved(result: Result, plan: PipelinePlan) -> Result:
     """The result with this certified plan, of which no search says that it is optimal."""
     proof = plan.certificate
-    if proof is None:
-        assert plan.predicted is not None
-        cost, unproved = plan.predicted.iteration_seconds, Status.FEASIBLE
-        return replace(
-            result, status=unproved, plan=plan, cost=cost, bound=None, gap=None, proved_by=None
-        )
+    assert proof is not None
     is_stopped = result.status is Status.INTERRUPTED
     status = settled(
         Status.INTERRUPTED if is_stopped else Status.FEASIBLE,

@@ -147,7 +147,7 @@ def _best_pairs(cluster: Cluster, groups: Sequence[Group]) -> Floats:
 def of_groups(plans: PlanClass, degree: int) -> PlanClass | None:
     """The plans of degree 1 on groups that a class of plans of ``degree`` becomes; None if none.
 
-    ``plans`` are on groups of devices that do not overlap, and without a period.
+    Those of ``every_of_degree`` become such; the plans of degree 1 are what they are.
     """
     sizes = plans.equal_groups
     if not every_of_degree(degree).contains(plans) or (sizes and any(n % degree for n in sizes)):

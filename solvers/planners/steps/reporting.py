@@ -306,8 +306,8 @@ def with_certificate(problem: PipelineProblem, plan: PipelinePlan, seconds: floa
     """
     plans = class_of(plan)
     degree = plans.degree
-    inner = plans if degree in (1, None) else of_groups(plans, degree)
-    if degree is None or inner is None or not EVERY_PLAN.contains(inner):
+    inner = None if degree is None else of_groups(plans, degree)
+    if degree is None or inner is None:
         return plan
     assert plan.predicted is not None
     groups = without_useless(problem if degree == 1 else best_groups(problem, degree))
