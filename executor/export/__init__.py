@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from stagewright.executor.export import deepspeed, launchers, megatron, torch_pipelining
+from stagewright.executor.export import deepspeed, kubernetes, launchers, megatron, torch_pipelining
 from stagewright.executor.export.options import FormatOptions
 from stagewright.executor.programs.program import plan_devices
 from stagewright.formulations.plans.plan import PipelinePlan
@@ -40,7 +40,7 @@ FORMATS: dict[str, Format] = {
     "deepspeed": Format(deepspeed.module, _PARTITION),
     "torchrun": Format(launchers.of_plan(launchers.torchrun), LAUNCH),
     "slurm": Format(launchers.of_plan(launchers.slurm), (*LAUNCH, "cpus", "time")),
-    "kubernetes": Format(launchers.of_plan(launchers.kubernetes), (*LAUNCH, "image")),
+    "kubernetes": Format(launchers.of_plan(kubernetes.kubernetes), (*LAUNCH, "image")),
 }
 
 

@@ -1,26 +1,23 @@
-"""Scripts that start a command once per device: torchrun, Slurm, Kubernetes, MPI.
+"""Scripts that start a command once per device: torchrun, Slurm, MPI.
 
 Rank r is the r-th device of a plan. ``torchrun`` numbers the ranks node by node, so the devices of
-a server must be consecutive in the plan.
+a server must be consecutive in the plan. A job of a shared cluster says which GPUs it asks for.
 """
 
 import json
 import re
-import secrets
 import shlex
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
 
-from stagewright.executor.export.options import FormatOptions, to_yaml
+from stagewright.executor.export.options import FormatOptions
 from stagewright.executor.programs.program import plan_devices
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster
 
 NAME = "stagewright"
-_LABEL = 63  # characters of a DNS label
 PORT = 29500  # torchrun's default
 _JOB_PORT = "$((20000 + SLURM_JOB_ID % 20000))"  # two jobs on one node use different ports
 
@@ -38,10 +35,29 @@ class LaunchNode:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedJob:
+    """What a job of a shared cluster asks for: GPUs of a ``kind``, on ``hosts`` where it says so.
+
+    ``name`` is its name there. In Kubernetes it waits in the local ``queue`` of Kueue, nodes of the
+    kind have it as the value of ``label``, and ``files`` says that the command needs the files of
+    the job's folder. ``environment`` has the values of variables.
+    """
+
+    name: str
+    kind: str
+    hosts: tuple[str, ...] = ()
+    queue: str = ""
+    label: str = ""
+    files: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """A command that every device runs: the model's name, the nodes, and the command's words.
 
-    ``environment``: variables that the command needs.
+    ``environment``: variables that the command needs and the user sets. ``shared``: of a job on
+    part of a cluster, whose nodes may have different numbers of GPUs.
     """
 
     model: str
@@ -49,6 +65,7 @@ class Launch:
     words: tuple[str, ...]
     options: FormatOptions
     environment: tuple[str, ...] = ()
+    shared: SharedJob | None = None
 
 
 def of_plan(
@@ -66,9 +83,9 @@ def of_plan(
 def torchrun(launch: Launch) -> dict[str, str]:
     """A script to start on every node."""
     nodes, words = launch.nodes, launch.words
-    lines = ["#!/usr/bin/env bash", *_told(nodes)]
+    lines = ["#!/usr/bin/env bash", *listed_nodes(nodes)]
     if len(nodes) == 1:
-        lines += ["set -euo pipefail", *_visible(nodes, "0")]
+        lines += ["set -euo pipefail", *visible_gpus(nodes, "0")]
         run = f"--standalone --nproc-per-node={len(nodes[0].gpus)}"
     else:
         last = len(nodes) - 1
@@ -77,36 +94,64 @@ def torchrun(launch: Launch) -> dict[str, str]:
             "set -euo pipefail",
             f': "${{NODE_RANK:?set it to the number of this node, 0 to {last}}}"',
             ': "${MASTER_ADDR:?set it to the address of node 0}"',
-            *_visible(nodes, "NODE_RANK"),
+            *visible_gpus(nodes, "NODE_RANK"),
+            *sizes_of_nodes(nodes),
         ]
-        run = _several(nodes, "$NODE_RANK", f"${{MASTER_PORT:-{PORT}}}")
-    lines.append(f"exec torchrun {run} --no-python {shlex.join(words)}")
+        run = torchrun_options(nodes, "$NODE_RANK", f"${{MASTER_PORT:-{PORT}}}")
+    lines += [*_exports(launch), f"exec torchrun {run} --no-python {shlex.join(words)}"]
     return {"run.sh": "\n".join(lines) + "\n"}
 
 
 def slurm(launch: Launch) -> dict[str, str]:
     """A script for sbatch: one torchrun per node."""
     nodes, words, options = launch.nodes, launch.words, launch.options
-    cpus = _cpus(options, len(nodes[0].gpus))
+    cpus = _cpus(options, max(len(node.gpus) for node in nodes))
+    # Where the nodes have different numbers of GPUs, Slurm says which has how many.
+    told = ["sizes[SLURM_NODEID]=$SLURM_GPUS_ON_NODE"] if sizes_of_nodes(nodes) else []
     on_node = [
-        *_visible(nodes, "SLURM_NODEID"),
-        f'exec torchrun {_several(nodes, "$SLURM_NODEID", _JOB_PORT)} --no-python "$@"',
+        *visible_gpus(nodes, "SLURM_NODEID"),
+        *told,
+        f'exec torchrun {torchrun_options(nodes, "$SLURM_NODEID", _JOB_PORT)} --no-python "$@"',
     ]
     lines = [
         "#!/usr/bin/env bash",
-        f"#SBATCH --job-name={NAME}",
+        f"#SBATCH --job-name={launch.shared.name if launch.shared else NAME}",
         f"#SBATCH --nodes={len(nodes)}",
         "#SBATCH --ntasks-per-node=1",
-        f"#SBATCH --gpus-per-node={_gpus(nodes)}",
-        *(f"#SBATCH {one}" for one in (*cpus, *_limit(options))),
-        *_told(nodes),
+        *(f"#SBATCH {one}" for one in (*_asked(launch), *cpus, *_limit(options))),
+        *listed_nodes(nodes),
         "set -euo pipefail",
+        *_exports(launch),
         'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
         'export MASTER_ADDR="${hosts[0]}"',
         # Since Slurm 22.05 srun does not take the CPUs from the job (man sbatch).
         shlex.join(["srun", *cpus, "bash", "-c", "\n".join(on_node), "bash", *words]),
     ]
     return {"job.sbatch": "\n".join(lines) + "\n"}
+
+
+def _asked(launch: Launch) -> list[str]:
+    """The options of sbatch for the GPUs.
+
+    A job of a shared cluster begins when the job of its name before it has ended.
+    """
+    nodes, shared = launch.nodes, launch.shared
+    if shared is None:
+        return [f"--gpus-per-node={gpus_of_node(nodes)}"]
+    total = sum(len(node.gpus) for node in nodes)
+    return [
+        f"--gpus={shared.kind}:{total}"
+        if sizes_of_nodes(nodes)
+        else f"--gres=gpu:{shared.kind}:{len(nodes[0].gpus)}",
+        *([f"--nodelist={','.join(shared.hosts)}"] if shared.hosts else []),
+        "--dependency=singleton",
+    ]
+
+
+def _exports(launch: Launch) -> list[str]:
+    """Lines of bash that set the variables of a job of a shared cluster."""
+    given = launch.shared.environment if launch.shared else {}
+    return [f"export {name}={shlex.quote(value)}" for name, value in given.items()]
 
 
 def _cpus(options: FormatOptions, processes: int) -> list[str]:
@@ -143,7 +188,7 @@ def mpi(launch: Launch) -> dict[str, str]:
     lines = [
         "#!/usr/bin/env bash",
         f"# Start it on node 0, with HOSTS, the {len(nodes)} nodes: node0:{each},node1:{each}",
-        *_told(nodes),
+        *listed_nodes(nodes),
         "set -euo pipefail",
         ': "${HOSTS:?set it to the nodes and their slots}"',
         'export MASTER_ADDR="${MASTER_ADDR:-${HOSTS%%:*}}"',
@@ -155,101 +200,6 @@ def mpi(launch: Launch) -> dict[str, str]:
         + shlex.join(["bash", "-c", ranks, "bash", *launch.words]),
     ]
     return {"mpirun.sh": "\n".join(lines) + "\n"}
-
-
-def kubernetes(launch: Launch) -> dict[str, str]:
-    """An indexed Job of one pod per node, and the Service for their rendezvous.
-
-    Every export has another name, so that two of them can be in one namespace.
-    """
-    nodes = launch.nodes
-    if not launch.options.image:
-        raise InputError("--to kubernetes needs --image, the container that has the command")
-    name = _job_name(launch.model, len(nodes))
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": name},
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {"job-name": name},
-        },
-    }
-    job = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": name},
-        "spec": _indexed(launch, f"{name}-0.{name}", {"subdomain": name}),
-    }
-    again = "# To run it again, export it again: the name is of this export alone."
-    told = "".join(f"{line}\n" for line in (again, *_told(nodes)))
-    return {"job.yaml": f"{told}{to_yaml(service)}---\n{to_yaml(job)}"}
-
-
-def jobset(launch: Launch) -> dict[str, str]:
-    """A JobSet with one pod per node; it makes the names by which its pods find each other."""
-    name = _label(launch.model, len(f"{NAME}--node-0-{len(launch.nodes) - 1}"))
-    spec = _indexed(launch, f"{name}-node-0-0.{name}", {})
-    jobs = [{"name": "node", "replicas": 1, "template": {"spec": spec}}]
-    document = {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": {"name": name},
-        "spec": {"replicatedJobs": jobs},
-    }
-    told = f"# To add to the container: an image, {', '.join(launch.environment)} in env.\n"
-    return {"jobset.yaml": told + to_yaml(document)}
-
-
-def _indexed(launch: Launch, first: str, of_pod: dict[str, Any]) -> dict[str, Any]:
-    """The specification of a Job with one pod per node; ``first`` is the address of node 0."""
-    nodes, words = launch.nodes, launch.words
-    script = [
-        *_visible(nodes, "JOB_COMPLETION_INDEX"),
-        f'exec torchrun {_several(nodes, "$JOB_COMPLETION_INDEX", str(PORT))} --no-python "$@"',
-    ]
-    container = {
-        "name": NAME,
-        "image": launch.options.image or "IMAGE",
-        # Kubernetes reads $$ as $, and $(NAME) as a variable.
-        "command": [
-            word.replace("$", "$$") for word in ("bash", "-c", "\n".join(script), "bash", *words)
-        ],
-        "env": [{"name": "MASTER_ADDR", "value": first}],
-        "resources": {"limits": {"nvidia.com/gpu": _gpus(nodes)}},
-        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
-    }
-    pod = {
-        **of_pod,
-        "restartPolicy": "Never",
-        "containers": [container],
-        # NCCL and data loaders need more shared memory than a container's default.
-        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
-    }
-    return {
-        "completionMode": "Indexed",
-        "completions": len(nodes),
-        "parallelism": len(nodes),
-        "backoffLimit": 0,
-        "template": {"spec": pod},
-    }
-
-
-def _job_name(model: str, nodes: int) -> str:
-    """A name that no other export has, with the model's in it.
-
-    It is a DNS label (RFC 1123, at most 63 characters), as are the pods' names, which end with
-    their index.
-    """
-    tag = secrets.token_hex(5)
-    return f"{_label(model, len(f'{NAME}--{tag}-{nodes - 1}'))}-{tag}"
-
-
-def _label(model: str, rest: int) -> str:
-    """The beginning of a name with the model's in it, which leaves room for so many characters."""
-    words = re.sub("[^a-z0-9]+", "-", model.lower())[: _LABEL - rest].strip("-")
-    return "-".join(filter(None, (NAME, words)))
 
 
 def _command(options: FormatOptions) -> tuple[str, ...]:
@@ -312,15 +262,22 @@ def _servers(devices: tuple[str, ...], cluster: Cluster) -> tuple[LaunchNode, ..
     return tuple(nodes.values())
 
 
-def _several(nodes: tuple[LaunchNode, ...], rank: str, port: str) -> str:
+def torchrun_options(nodes: tuple[LaunchNode, ...], rank: str, port: str) -> str:
     """The options of torchrun on one of several nodes, for a shell."""
+    each = f'"${{sizes[{rank}]}}"' if sizes_of_nodes(nodes) else len(nodes[0].gpus)
     return (
-        f"--nnodes={len(nodes)} --nproc-per-node={len(nodes[0].gpus)} "
+        f"--nnodes={len(nodes)} --nproc-per-node={each} "
         f'--node-rank="{rank}" --master-addr="$MASTER_ADDR" --master-port="{port}"'
     )
 
 
-def _visible(nodes: tuple[LaunchNode, ...], rank: str) -> list[str]:
+def sizes_of_nodes(nodes: tuple[LaunchNode, ...]) -> list[str]:
+    """A line of bash with the number of GPUs of each node, if they differ."""
+    sizes = [len(node.gpus) for node in nodes]
+    return [f"sizes=({' '.join(map(str, sizes))})"] if len(set(sizes)) > 1 else []
+
+
+def visible_gpus(nodes: tuple[LaunchNode, ...], rank: str) -> list[str]:
     """Lines of bash that give local rank i its GPU, if that is not GPU i."""
     if all(node.gpus == tuple(range(len(node.gpus))) for node in nodes):
         return []
@@ -328,12 +285,12 @@ def _visible(nodes: tuple[LaunchNode, ...], rank: str) -> list[str]:
     return [f"gpus=({listed})", f'export CUDA_VISIBLE_DEVICES="${{gpus[{rank}]}}"']
 
 
-def _gpus(nodes: tuple[LaunchNode, ...]) -> int:
+def gpus_of_node(nodes: tuple[LaunchNode, ...]) -> int:
     """The number of GPUs that each machine must have."""
     return 1 + max(gpu for node in nodes for gpu in node.gpus)
 
 
-def _told(nodes: tuple[LaunchNode, ...]) -> list[str]:
+def listed_nodes(nodes: tuple[LaunchNode, ...]) -> list[str]:
     """Comments that list the devices of every server."""
     return [
         f"# node {n}: {', '.join(map(json.dumps, node.devices))}"

@@ -16,9 +16,8 @@ from ranks import Ranks
 
 from stagewright.cli.pipelines import exporting
 from stagewright.executor.export import FORMATS, export, pipelines, remarks
-from stagewright.executor.export.launchers import to_yaml
 from stagewright.executor.export.layouts import EVERY_FORMAT
-from stagewright.executor.export.options import FormatOptions
+from stagewright.executor.export.options import FormatOptions, to_yaml
 from stagewright.executor.programs.lower import lower
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.plans.actions import parse_action

@@ -4,8 +4,9 @@ What a format cannot express is refused by name, never dropped.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
-from stagewright.executor.export import launchers
+from stagewright.executor.export import kubernetes, launchers
 from stagewright.executor.export.layouts import (
     accelerate,
     deepspeed,
@@ -83,7 +84,7 @@ def require_framework(to: str, problem: TrainingProblem, layout: Layout | None =
 
 
 SCRIPT = "train.sh"
-LAUNCHERS = (launchers.torchrun, launchers.slurm, launchers.jobset, launchers.mpi)
+LAUNCHERS = (launchers.torchrun, launchers.slurm, kubernetes.jobset, launchers.mpi)
 
 _HEAD = """\
 #!/usr/bin/env bash
@@ -100,20 +101,34 @@ def launch_files(
 
     A ``short`` run only measures: few iterations, every one logged, nothing saved.
     """
-    of = described(to)
-    if short:
-        of = of | of.get("short", {})
     count, each = nodes(problem)
     launch = launchers.Launch(
         problem.architecture.name,
         (launchers.LaunchNode((), tuple(range(each))),) * count,
         ("bash", SCRIPT),
         options,
-        tuple(of["add"]),
+        tuple(added(to, short)),
     )
-    asked = "".join(f': "${{{name}:?{what}}}"\n' for name, what in of["add"].items())
-    start = of["start"].strip().replace("VOCABULARY", str(problem.architecture.vocabulary))
-    files = {SCRIPT: f"{_HEAD}{asked}set -euo pipefail\n{start}\n"}
+    files = {SCRIPT: rank_script(to, problem, short)}
     for write in LAUNCHERS:
         files |= write(launch)
     return files
+
+
+def added(to: str, short: bool = False) -> dict[str, str]:
+    """What the user adds in the environment of a rank of a framework: names, and what they are."""
+    found: dict[str, str] = _run_of(to, short)["add"]
+    return found
+
+
+def _run_of(to: str, short: bool) -> dict[str, Any]:
+    of = described(to)
+    return of | of.get("short", {}) if short else of
+
+
+def rank_script(to: str, problem: TrainingProblem, short: bool = False) -> str:
+    """The script of a rank, which begins with what the user must add."""
+    asked = "".join(f': "${{{name}:?{what}}}"\n' for name, what in added(to, short).items())
+    start = _run_of(to, short)["start"].strip()
+    start = start.replace("VOCABULARY", str(problem.architecture.vocabulary))
+    return f"{_HEAD}{asked}set -euo pipefail\n{start}\n"
