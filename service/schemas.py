@@ -7,6 +7,7 @@ from pydantic import TypeAdapter
 from stagewright.executor.clusters.report import ClusterReport
 from stagewright.executor.programs.trace import Trace
 from stagewright.formulations.clusters.allocation_plan import AllocationPlan
+from stagewright.formulations.clusters.round_document import ClusterRound
 from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.formulations.parallelism.document import LayoutPlan
 from stagewright.formulations.parallelism.profiles.document import ProfiledDocument
@@ -44,6 +45,7 @@ DOCUMENTS: dict[str, type] = {
     "jobs": Workload,
     "pool": Pool,
     "allocation": AllocationPlan,
+    "round": ClusterRound,
     "cluster-report": ClusterReport,
     "prices": Market,
 }

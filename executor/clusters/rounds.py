@@ -10,7 +10,7 @@ others where it is, until its lease is so long that the restart was a small part
 """
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -192,6 +192,23 @@ class Mechanism:
             owed = queue.owed + queue.share * self._elapsed - had
             for at in np.flatnonzero(queue.alive).tolist():
                 self._owed[queue.keys[at]] = float(owed[at])
+
+    def resume(
+        self,
+        last: Sequence[tuple[Assignment, float]],
+        received: Mapping[_Key, float],
+        elapsed_seconds: float,
+    ) -> None:
+        """Go on from a round that another mechanism made, with the seconds of each lease of it.
+
+        Under the present target, jobs have ``received`` so many seconds of ``elapsed_seconds``.
+        """
+        self._last = {(one.jobs, one.worker): one for one, _ in last}
+        self._leased = {(one.jobs, one.worker): seconds for one, seconds in last}
+        self._elapsed = elapsed_seconds
+        for key in received.keys() & self._place.keys():
+            queue, at = self._place[key]
+            queue.received[at] += received[key]
 
     def remove(self, job: int) -> None:
         """Remove a job: it and its pairs are not scheduled again."""

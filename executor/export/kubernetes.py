@@ -118,6 +118,9 @@ def _indexed(
         f'exec torchrun {torchrun_options(launch.nodes, rank, str(PORT))} --no-python "$@"',
     ]
     given = shared.environment if shared else {}
+    # NCCL and data loaders need more shared memory than a container's default.
+    mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]
+    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     container = {
         "name": NAME,
         "image": launch.options.image or "IMAGE",
@@ -130,13 +133,11 @@ def _indexed(
             for name, value in {"MASTER_ADDR": first, **given}.items()
         ],
         "resources": {"limits": {"nvidia.com/gpu": gpus_of_node(nodes)}},
-        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+        "volumeMounts": mounts,
     }
-    # NCCL and data loaders need more shared memory than a container's default.
-    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     if shared and shared.files:
         container["workingDir"] = FILES
-        container["volumeMounts"].append({"name": "files", "mountPath": FILES})
+        mounts.append({"name": "files", "mountPath": FILES})
         volumes.append({"name": "files", "configMap": {"name": shared.name}})
     pod = {
         **of_pod,

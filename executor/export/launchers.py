@@ -105,7 +105,7 @@ def torchrun(launch: Launch) -> dict[str, str]:
 def slurm(launch: Launch) -> dict[str, str]:
     """A script for sbatch: one torchrun per node."""
     nodes, words, options = launch.nodes, launch.words, launch.options
-    cpus = _cpus(options, max(len(node.gpus) for node in nodes))
+    cpus = cpus_of_task(options, max(len(node.gpus) for node in nodes))
     # Where the nodes have different numbers of GPUs, Slurm says which has how many.
     told = ["sizes[SLURM_NODEID]=$SLURM_GPUS_ON_NODE"] if sizes_of_nodes(nodes) else []
     on_node = [
@@ -118,7 +118,7 @@ def slurm(launch: Launch) -> dict[str, str]:
         f"#SBATCH --job-name={launch.shared.name if launch.shared else NAME}",
         f"#SBATCH --nodes={len(nodes)}",
         "#SBATCH --ntasks-per-node=1",
-        *(f"#SBATCH {one}" for one in (*_asked(launch), *cpus, *_limit(options))),
+        *(f"#SBATCH {one}" for one in (*_asked(launch), *cpus, *time_of_job(options))),
         *listed_nodes(nodes),
         "set -euo pipefail",
         *_exports(launch),
@@ -154,7 +154,7 @@ def _exports(launch: Launch) -> list[str]:
     return [f"export {name}={shlex.quote(value)}" for name, value in given.items()]
 
 
-def _cpus(options: FormatOptions, processes: int) -> list[str]:
+def cpus_of_task(options: FormatOptions, processes: int) -> list[str]:
     """The option for the CPUs of a task, which is a node's torchrun of so many ``processes``."""
     if options.cpus is None:
         return []
@@ -163,7 +163,7 @@ def _cpus(options: FormatOptions, processes: int) -> list[str]:
     return [f"--cpus-per-task={options.cpus * processes}"]
 
 
-def _limit(options: FormatOptions) -> list[str]:
+def time_of_job(options: FormatOptions) -> list[str]:
     """The option for the time of a job."""
     if options.time is None:
         return []

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
@@ -20,7 +21,7 @@ class WorkerType:
 
     name: str
     accelerator: int
-    placement: str | None = None  # "consolidated", "spread"; None where placement does not count
+    placement: Literal["consolidated", "spread"] | None = None  # None where it does not count
     count: int | None = None
 
 

@@ -159,7 +159,8 @@ def slurm_nodes(text: str, place: str) -> tuple[Listed, ...]:
             usual = one
             continue
         rows += [
-            (name, one.get("Gres", ""), one.get("State", "")) for name in _names(one["NodeName"])
+            (name, one.get("Gres", ""), one.get("State", ""))
+            for name in host_names(one["NodeName"])
         ]
     return _of_gres(rows, place)
 
@@ -175,7 +176,7 @@ def sinfo(text: str, place: str) -> tuple[Listed, ...]:
         if len(line) != len(header):
             raise InputError(f"{place}: {' '.join(line)!r} has not the columns {' '.join(header)}")
         state = line[at["STATE"]] if "STATE" in at else ""
-        rows += [(name, line[at["GRES"]], state) for name in _names(line[at["NODELIST"]])]
+        rows += [(name, line[at["GRES"]], state) for name in host_names(line[at["NODELIST"]])]
     return _of_gres(rows, place)
 
 
@@ -242,7 +243,7 @@ def _grouped(nodes: Sequence[tuple[str, int, str, bool]], place: str) -> tuple[L
     )
 
 
-def _names(text: str) -> Iterator[str]:
+def host_names(text: str) -> Iterator[str]:
     """The node names of a host list such as ``gpu[01-16,20],login1``."""
     for one in re.split(r",(?![^\[]*\])", text):
         literal = _RANGE.split(one)

@@ -3,7 +3,7 @@
 import itertools
 import os
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ class Job:
     ``slo_seconds`` its deadline relative to that, ``entity`` its owner. With ``counts``, in place
     of ``scale``, it runs on any of these numbers of accelerators, in turn on several. Where it
     starts, or goes on with other accelerators, it takes ``restart_seconds`` before its next step.
+    ``command`` is what each of its processes runs, in shell syntax, with ``environment``.
     """
 
     name: str
@@ -41,6 +42,8 @@ class Job:
     entity: str | None = None
     counts: tuple[int, ...] = ()
     restart_seconds: float = 0.0
+    command: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         place = f"job {self.name!r}: "
@@ -53,12 +56,12 @@ class Job:
                 f"{place}arrival_seconds must be at most {_LAST_ARRIVAL:g}, after which a round is "
                 f"less than a float's digits, got {self.arrival_seconds:g}"
             )
-        for field in ("steps", "weight", "slo_seconds"):
-            value = getattr(self, field)
+        for name in ("steps", "weight", "slo_seconds"):
+            value = getattr(self, name)
             if value is not None:
-                require_amount(value, place + field)
+                require_amount(value, place + name)
                 if value == 0:
-                    raise InputError(f"{place}{field} must be more than zero, got 0")
+                    raise InputError(f"{place}{name} must be more than zero, got 0")
 
     @property
     def kind(self) -> "Kind":

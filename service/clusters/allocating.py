@@ -1,4 +1,4 @@
-"""Allocations of a cluster's accelerators, and the rounds that realise them."""
+"""Allocations of a cluster's accelerators."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from stagewright.executor.clusters.ray_ranks import connected
-from stagewright.executor.clusters.rounds import Assignment, Mechanism
 from stagewright.formulations.clusters.allocation import (
     Allocation,
     AllocationProblem,
@@ -15,7 +14,6 @@ from stagewright.formulations.clusters.allocation import (
 )
 from stagewright.formulations.clusters.allocation_plan import (
     AllocationPlan,
-    allocation_of,
     digest_of,
     shares_of,
 )
@@ -25,12 +23,10 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import PairRate
 from stagewright.service.clusters.answers import (
     AllocateAnswer,
-    AssignmentAnswer,
     EstimateAnswer,
     MeasureAnswer,
     NewJobAnswer,
     PriceJobsAnswer,
-    RoundsAnswer,
 )
 from stagewright.service.clusters.requests import (
     AllocateRequest,
@@ -99,7 +95,7 @@ def allocate(
     """
     whole, priced = with_throughputs(request, on_progress, stop)
     problem = _allocatable(whole)
-    answer = _answer(request, problem, solved(request, problem, stop), priced)
+    answer = answer_of(request, problem, solved(request, problem, stop), priced)
     if answer.plan is None or not (request.forecast or request.explain):
         return answer
     from stagewright.service.clusters.explaining import with_explanation  # with the simulation
@@ -152,7 +148,7 @@ def require_allocatable(request: AllocateRequest) -> None:
 
 def _allocatable(request: AllocateRequest) -> AllocationProblem:
     """The problem; refuses what the policy lacks for it."""
-    problem = _problem(request)
+    problem = problem_for(request)
     if request.parts is None:
         require_policy(problem, request.policy, request.budget_dollars, request.backend)
     else:
@@ -162,7 +158,8 @@ def _allocatable(request: AllocateRequest) -> AllocationProblem:
     return problem
 
 
-def _problem(request: AllocateRequest | RoundsRequest) -> AllocationProblem:
+def problem_for(request: AllocateRequest | RoundsRequest) -> AllocationProblem:
+    """The problem of the request's jobs, whose throughputs are all known."""
     return problem_of(
         request.workload,
         request.pool,
@@ -200,12 +197,13 @@ def on_ray(
         return found
 
 
-def _answer(
+def answer_of(
     request: AllocateRequest | RoundsRequest,
     problem: AllocationProblem,
     result: AllocationResult,
     priced: PriceJobsAnswer | None,
 ) -> AllocateAnswer:
+    """The policy's result as an answer."""
     plan = _plan(request, problem, result)
     return AllocateAnswer.of(
         result,
@@ -276,91 +274,3 @@ def policy_allocator(
         return result.first or result.allocation
 
     return run
-
-
-# --- Rounds --------------------------------------------------------------------------------------
-
-
-def rounds(
-    request: RoundsRequest, on_progress: OnProgress = silent, stop: StopToken | None = None
-) -> RoundsAnswer | AllocateAnswer:
-    """Realise an allocation round by round; the policy's answer where it has no allocation.
-
-    Raises
-    ------
-    InputError
-        If the given allocation answers other jobs or another pool, or as for :func:`allocate`.
-    """
-    whole, priced = with_throughputs(request, on_progress, stop)
-    problem, given = _realisable(request, whole)
-    if given is not None:
-        return _realised(request, given.policy, problem, allocation_of(given, problem), priced)
-    result = solve(
-        problem, request.policy, request.limits(stop), budget_dollars=request.budget_dollars
-    )
-    if result.allocation is None:
-        return _answer(request, problem, result, priced)
-    return _realised(request, request.policy, problem, result.allocation, priced)
-
-
-def require_realisable(request: RoundsRequest) -> None:
-    """Refuse what can be refused before a search. Raises InputError as `rounds`."""
-    if not require_trainings(request):
-        _realisable(request, request)
-
-
-def _realisable(
-    request: RoundsRequest, whole: RoundsRequest
-) -> tuple[AllocationProblem, AllocationPlan | None]:
-    """The problem, and the allocation if it is given; refuses what the policy lacks.
-
-    ``whole`` is the request with all throughputs.
-    """
-    given = request.allocation
-    if given is None:
-        problem = _problem(whole)
-        require_policy(problem, request.policy, request.budget_dollars)
-        return problem, None
-    settings = {"space_sharing": given.space_sharing, "placement": given.placement}
-    problem = _problem(whole.model_copy(update=settings))
-    if not given.answers(digest_of(request.workload, request.pool)):
-        raise InputError("the allocation answers other jobs, or another cluster")
-    allocation_of(given, problem)
-    return problem, given
-
-
-def _realised(
-    request: RoundsRequest,
-    policy: str,
-    problem: AllocationProblem,
-    target: Allocation,
-    priced: PriceJobsAnswer | None,
-) -> RoundsAnswer:
-    mechanism = Mechanism(problem.table, request.round_seconds)
-    mechanism.reset(problem, target, range(len(problem)))
-    made = []
-    for _ in range(request.rounds):
-        assignments = mechanism.schedule()
-        for one in assignments:
-            mechanism.account(one, request.round_seconds)
-        made.append(tuple(_assignment(problem, one) for one in assignments))
-    deviation = mechanism.deviation()
-    return RoundsAnswer(
-        policy=policy,
-        round_seconds=request.round_seconds,
-        rounds=tuple(made),
-        mean_deviation=deviation.mean,
-        largest_shortfall=deviation.shortfall,
-        assumed=() if priced is None else priced.assumed,
-        accelerators=problem.table.pool.names,
-    )
-
-
-def _assignment(problem: AllocationProblem, one: Assignment) -> AssignmentAnswer:
-    kind = problem.table.workers[one.worker]
-    return AssignmentAnswer(
-        jobs=tuple(problem.names[job] for job in one.jobs),
-        accelerator=problem.table.pool.names[kind.accelerator],
-        numbers=one.accelerators,
-        renewed=one.renewed,
-    )

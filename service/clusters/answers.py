@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from stagewright.executor.clusters.timeline import ClusterTimeline
     from stagewright.formulations.clusters.allocation import AllocationProblem
     from stagewright.formulations.clusters.allocation_plan import AllocationPlan
+    from stagewright.formulations.parallelism.document import LayoutPlan
     from stagewright.graphs.workloads.jobs import Workload
     from stagewright.solvers.clusters.policies import AllocationResult
 else:  # carried, not validated: their libraries are slow to import
     ClusterReport = ClusterTimeline = AllocationProblem = AllocationPlan = Any
-    Workload = AllocationResult = Any
+    LayoutPlan = Workload = AllocationResult = Any
 
 
 class ComputedRate(Answer):
@@ -44,13 +45,17 @@ class ComputedRate(Answer):
 
 
 class PriceJobsAnswer(Answer):
-    """The computed rates, what was ``assumed`` of the machines, and the workload with all rates."""
+    """The computed rates, what was ``assumed`` of the machines, and the workload with all rates.
+
+    ``plans`` are the layouts of the ``prices``, None where nothing fits.
+    """
 
     status: str = "priced"
     prices: tuple[ComputedRate, ...]
     assumed: tuple[str, ...]
     wall_seconds: float
     workload: Annotated[Workload, CARRIED]
+    plans: Annotated[tuple[LayoutPlan | None, ...], CARRIED] = ()
 
 
 def with_rates(workload: "Workload", prices: Iterable[ComputedRate]) -> "Workload":
@@ -194,10 +199,31 @@ class AssignmentAnswer(Answer):
     renewed: bool
 
 
+class RoundFilesAnswer(Answer):
+    """The first round as files, by path: jobs that stop, stay, start and wait, and remarks.
+
+    ``bound`` is on the policy's objective, ``one_more`` how far one more accelerator of each type
+    moves it at most.
+    """
+
+    launcher: str
+    stops: tuple[str, ...]
+    stays: tuple[str, ...]
+    starts: tuple[str, ...]
+    waits: tuple[str, ...]
+    objective: Finite = None
+    bound: Finite = None
+    proved_by: str | None = None
+    one_more: dict[str, float] | None = None
+    remarks: tuple[str, ...] = ()
+    files: dict[str, str]
+
+
 class RoundsAnswer(Answer):
     """Rounds that realise an allocation, and how far they stay from it.
 
-    Of throughputs that were computed for trainings, ``assumed`` has what was assumed.
+    Of throughputs that were computed for trainings, ``assumed`` has what was assumed. ``launch``
+    has the launch files of the first round, if they were asked for.
     """
 
     policy: str
@@ -206,6 +232,7 @@ class RoundsAnswer(Answer):
     mean_deviation: float
     largest_shortfall: float
     assumed: tuple[str, ...] = ()
+    launch: RoundFilesAnswer | None = None
     accelerators: Annotated[tuple[str, ...], CARRIED]
 
 

@@ -157,7 +157,7 @@ def _choices(
         if not count:
             continue
         rate = float(problem.rates[number, column])
-        price = computed.get((here.name, count, worker.placement or "consolidated"))  # type: ignore[arg-type]
+        price = computed.get((here.name, count, worker.placement or "consolidated"))
         found = {} if price is None else {
             name: getattr(price, name)
             for name in ("steps_per_second_low", "steps_per_second_high", "layout", "reason")

@@ -15,6 +15,7 @@ from stagewright.formulations.forms.answers import (
     is_stopped,
     silent,
 )
+from stagewright.formulations.parallelism.document import LayoutPlan
 from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.ranges import ranges
 from stagewright.graphs.documents.errors import InputError, naming
@@ -59,6 +60,7 @@ def price_jobs(
         assumed=tuple(searches.assumed()),
         wall_seconds=monotonic() - began,
         workload=workload,
+        plans=tuple(searches.plans),
     )
 
 
@@ -166,7 +168,7 @@ def _architecture(training: Training) -> Architecture:
 
 
 _Made = dict[str, Any]
-"""The fields of a rate that a search finds: those of the fastest layout, or why there is none."""
+"""The fields of a rate that a search finds, and the fastest layout; or why there is none."""
 
 
 class _Searches:
@@ -176,6 +178,7 @@ class _Searches:
         self.request, self.stop = request, stop
         self.wanted = [*_wanted(request.workload, request.pool, request.placement)]
         self.models = {one.model: _architecture(one) for one in request.workload.trainings}
+        self.plans: list[LayoutPlan | None] = []  # of the rates
         self.known: dict[tuple[object, ...], _Made] = {}  # trainings that are alike have it once
         self.fabrics: dict[str, tuple[Fabric, str]] = {}  # and the rates, by accelerator
 
@@ -186,13 +189,14 @@ class _Searches:
             made: _Made = {"reason": f"the cluster has {most} {name}"}
         else:
             made = self.found(one.training, name, one.count, one.per_server)
+        self.plans.append(made.get("plan"))
         return ComputedRate(
             model=one.training.model,
             accelerator=name,
             count=one.count,
             placement=one.placement,
             servers=one.servers,
-            **made,
+            **{field: value for field, value in made.items() if field != "plan"},
         )
 
     def found(self, training: Training, name: str, count: int, per_server: int) -> _Made:
@@ -235,6 +239,7 @@ class _Searches:
             "steps_per_second_high": 1 / of_time.seconds_low,
             "bound_steps_per_second": None if bound is None else 1 / bound.seconds,
             "layout": str(best.layout),
+            "plan": answer.plan,
         }
 
     def require_place(

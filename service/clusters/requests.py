@@ -1,13 +1,15 @@
 """Requests about the jobs of a cluster: allocations, rounds, simulations, estimates."""
 
+import re
 from difflib import get_close_matches
-from typing import Annotated, Self
+from typing import Annotated, Self, get_args
 
 from pydantic import Field, model_validator
 
 from stagewright.executor.clusters.rates import require_settings
 from stagewright.formulations.clusters.allocation_plan import AllocationPlan, load_allocation
-from stagewright.graphs.documents.errors import InputError
+from stagewright.formulations.clusters.round_document import ClusterRound, Launcher, load_round
+from stagewright.graphs.documents.errors import InputError, naming
 from stagewright.graphs.documents.units import (
     parse_bandwidth,
     require_amount,
@@ -37,6 +39,11 @@ def _first_end(text: str, option: str) -> tuple[int, int]:
     return int(first), int(end)
 
 
+def _shape(pool: Pool) -> list[tuple[object, ...]]:
+    """What numbers accelerators: types, and how many there are on a server."""
+    return [(one.name, one.count, one.per_server) for one in pool.accelerators]
+
+
 def _require_pairs(workload: Workload, space_sharing: bool) -> None:
     if space_sharing and not workload.throughputs.pairs:
         raise InputError("space_sharing needs throughputs of pairs, the workload has none")
@@ -52,6 +59,20 @@ def _bandwidths(text: str, option: str) -> float | dict[str, float]:
         if name in found:
             raise InputError(f"{option}: {name} is given twice; give it once")
         found[name] = parse_bandwidth(rate, option)
+    return found
+
+
+def _nodes(text: str, option: str) -> dict[str, tuple[str, ...]]:
+    """The nodes of each kind of a text such as ``h100=gpu[01-02],a100=old1,old2``."""
+    from stagewright.graphs.importers.machine_lists import host_names  # with its readers
+
+    found: dict[str, tuple[str, ...]] = {}
+    for part in re.split(r",(?=[^,\[\]]+=)", text):
+        kind, equals, names = part.partition("=")
+        if not equals or not names:
+            raise InputError(f"{option} {part!r}: write KIND=NAMES, for example h100=gpu[01-16]")
+        with naming(option):
+            found[kind] = (*found.get(kind, ()), *host_names(names))
     return found
 
 
@@ -190,6 +211,26 @@ class RoundsRequest(_JobsPolicyRequest, SearchRequest):
     """Length of a round."""
     time_limit: float = 60.0
     """Time limit of the search in seconds."""
+    to: Annotated[Launcher | None, Option(form="FORMAT", known=get_args(Launcher))] = None
+    """Launch files of the first round: slurm, kueue, torchrun."""
+    after: Annotated[ClusterRound | None, Option(form="FILE", of_file=load_round)] = None
+    """The round.json of the round that runs now: jobs stay where they can, shares go on."""
+    nodes: Annotated[
+        dict[str, tuple[str, ...]] | None, Option(form="KIND=NAMES,...", of_text=_nodes)
+    ] = None
+    """Names of the servers of each type, such as h100=gpu[01-02],a100=old1,old2; by default Slurm
+    and Kubernetes choose them."""
+    queue: Annotated[str | None, Option(form="NAME")] = None
+    """kueue: local queue of the JobSets."""
+    node_label: Annotated[str | None, Option(form="KEY")] = None
+    """kueue: label of nodes that has the type of accelerator; default: accelerator."""
+    image: str | None = None
+    """kueue: container image."""
+    cpus: Annotated[int | None, Option(form="N")] = None
+    """slurm: CPUs of every process."""
+    time: Annotated[str | None, Option(form="TIME")] = None
+    """slurm: a job's most time, for example 4:00:00; default: the round, which round.sh extends for
+    jobs that stay, as an operator of Slurm may."""
 
     @model_validator(mode="after")
     def _require_sense(self) -> Self:
@@ -198,6 +239,16 @@ class RoundsRequest(_JobsPolicyRequest, SearchRequest):
         require_positive(self.round_seconds, "round_seconds")
         if self.allocation is not None and self.budget_dollars is not None:
             raise InputError("budget_dollars is for a policy; the allocation is given")
+        if self.after is not None and _shape(self.after.pool) != _shape(self.pool):
+            raise InputError("after: that round is of another cluster")
+        if self.to is not None:
+            from stagewright.service.clusters.launching import require_launchable  # with formats
+
+            require_launchable(self)
+            return self
+        for name in ("nodes", "queue", "node_label", "image", "cpus", "time"):
+            if getattr(self, name) is not None:
+                raise InputError(f"{name} is of launch files: say of which with to")
         return self
 
 

@@ -163,6 +163,15 @@ def read_tuning(job: Readable) -> Response:
     return _zip(files, "tuning")
 
 
+@router.get("/jobs/{job}/round.zip", response_class=Zip, openapi_extra=of_kinds("rounds"))
+def read_round(job: Readable) -> Response:
+    """The first round as a folder, as `stagewright rounds --to` writes it."""
+    answer = json.loads(job.answer or "{}") if job.has_ended else {}
+    if job.kind != "rounds" or not answer.get("launch"):
+        raise HTTPException(404, "the job has no launch files" + ("" if job.has_ended else " yet"))
+    return _zip(answer["launch"]["files"], "round")
+
+
 def _zip(files: Mapping[str, str], name: str) -> Response:
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -38,7 +38,7 @@ PANELS: dict[str, dict[str, str]] = {
     },
     "Clusters and jobs": {
         "price-jobs": "clusters.allocating", "allocate": "clusters.allocating",
-        "rounds": "clusters.allocating",
+        "rounds": "clusters.rounds",
         "simulate-cluster": "clusters.simulating", "run-cluster": "clusters.allocating",
         "estimate": "clusters.allocating", "cloud": "clusters.cloud",
     },

@@ -151,22 +151,22 @@ def rounds(
     policy: str = "water-filling",
     *,
     allocation: "AllocationPlan | None" = None,
-    rounds: int = 10,
-    round_seconds: float = 360.0,
-    space_sharing: bool = False,
-    placement: bool = False,
-    budget_dollars: float | None = None,
-    time_limit: float = 60.0,
+    **options: Any,
 ) -> "RoundsAnswer | AllocateAnswer":
-    """Realise a policy's allocation, or the given one, in ``rounds`` rounds.
+    """Realise a policy's allocation, or the given one, in rounds.
 
-    Without an allocation the answer is the policy's.
+    ``options`` are the other fields of
+    :class:`~stagewright.service.clusters.requests.RoundsRequest`, such as ``rounds``,
+    ``round_seconds``, ``time_limit``, and ``to``: then ``launch`` of the answer has the launch
+    files of the first round. Without an allocation the answer is the policy's.
     """
-    fields = fields_of(locals())
-    from stagewright.service.clusters.allocating import rounds as answer
     from stagewright.service.clusters.requests import RoundsRequest
+    from stagewright.service.clusters.rounds import rounds as answer
 
-    return answer(RoundsRequest.of(**fields))
+    request = RoundsRequest.of(
+        workload=workload, pool=pool, policy=policy, allocation=allocation, **options
+    )
+    return answer(request)
 
 
 def simulate_cluster(

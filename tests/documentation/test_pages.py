@@ -31,7 +31,7 @@ SCRIPTS = {
 EXECUTED = [page for page in PAGES if SCRIPTS[page]]
 WRITTEN = {
     "operators-of-a-step": {"graph", "operators"},
-    "share-a-cluster": {"allocation", "jobs"},
+    "share-a-cluster": {"allocation", "jobs", "round"},
     "what-fits": {"profiled-plan"},
 }
 LINKED = (README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))

@@ -87,7 +87,8 @@ DOCUMENT = {
 SMALLEST = {
     json.loads(text)["format"]: text for text in sorted(DOCUMENT.values(), key=len, reverse=True)
 }
-OF_PAGES = {"layout", "profiled-plan", "operators", "tuning"}  # commands of pages write them
+# Commands of pages write them.
+OF_PAGES = {"layout", "profiled-plan", "operators", "round", "tuning"}
 
 
 @pytest.fixture(params=DOCUMENT.values(), ids=DOCUMENT)

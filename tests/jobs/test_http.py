@@ -169,6 +169,28 @@ def test_a_configuration_is_planned_explained_fetched_and_exported(
     assert max(peaks) == pytest.approx(sum(layout.json()["memory"][0].values()), rel=1e-9)
 
 
+def test_a_round_is_fetched_with_its_launch_files(client: TestClient, store: ServiceStore) -> None:
+    rates = {"alone": [{"model": "m", "scale": 1, "accelerator": "h100", "steps_per_second": 1.0}]}
+    run = {"name": "a", "model": "m", "steps": 10.0, "command": "train"}
+    asked = {"workload": {"jobs": [run], "throughputs": rates}, "rounds": 1}
+    asked["pool"] = {"accelerators": [{"name": "h100", "count": 2, "per_server": 1}]}
+    plain, job = (
+        client.post("/v1/rounds", json=asked | more).json()["id"] for more in ({}, {"to": "slurm"})
+    )
+    assert "no launch files yet" in told(client.get(f"/v1/jobs/{job}/round.zip"), 404)
+    solved(store, plain)
+    solved(store, job)
+    assert "no launch files" in told(client.get(f"/v1/jobs/{plain}/round.zip"), 404)
+    packed = zipfile.ZipFile(io.BytesIO(client.get(f"/v1/jobs/{job}/round.zip").content))
+    assert {*packed.namelist()} == {"a/job.sbatch", "round.sh", "round.json"}
+    after = json.loads(packed.read("round.json"))
+    again = client.post("/v1/rounds", json=asked | {"to": "slurm", "after": after}).json()["id"]
+    solved(store, again)
+    assert client.get(f"/v1/jobs/{again}/answer").json()["launch"]["stays"] == ["a"]
+    refusal = client.post("/v1/rounds/validate", json=asked | {"to": "kueue"})
+    assert "queue: kueue needs the name of the local queue" in refusal.text
+
+
 def test_a_tuning_is_begun_told_of_runs_and_fetched(
     client: TestClient, store: ServiceStore
 ) -> None:

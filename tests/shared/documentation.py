@@ -96,7 +96,8 @@ def run(command: list[str], folder: Path) -> str:
 
 def require_schemas(folder: Path) -> set[str]:
     """The kinds of the documents in a folder, which keep their schemas."""
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")]
+    files = [*folder.glob("*.json"), *folder.glob("*/*.json")]
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     return {require_schema(document) for document in found if "format" in document}
 
 

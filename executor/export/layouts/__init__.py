@@ -20,6 +20,7 @@ from stagewright.executor.export.layouts import (
 from stagewright.executor.export.layouts.common import nodes
 from stagewright.executor.export.layouts.rules import described
 from stagewright.executor.export.options import FormatOptions
+from stagewright.formulations.parallelism.document import LayoutPlan
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem, require_layout
 from stagewright.graphs.documents.errors import InputError
@@ -63,13 +64,27 @@ def export_layout(
         raise InputError(f"--to {to!r} is not known; there are {', '.join(EVERY_FORMAT)}")
     if names is not None and to != PLAN:
         raise InputError(f"--model gives the names of layers, which only --to {PLAN} takes")
-    require_layout(problem, layout)
-    problem.architecture.require_sequence(problem.sequence)
-    require_framework(to, problem, layout)
+    _require(to, problem, layout)
     if to == PLAN:
         return plan.documents(problem, layout, names, certify)
     files = EVERY_FORMAT[to].files(problem, layout)
     return files | launch_files(to, problem, options or FormatOptions(), short)
+
+
+def _require(to: str, problem: TrainingProblem, layout: Layout) -> None:
+    require_layout(problem, layout)
+    problem.architecture.require_sequence(problem.sequence)
+    require_framework(to, problem, layout)
+
+
+def shared_files(made: LayoutPlan, to: str) -> dict[str, str]:
+    """The files of a framework for a layout, and the script of a rank, but none that starts it.
+
+    Raises InputError as :func:`export_layout`.
+    """
+    _require(to, made.problem, made.layout)
+    script = rank_script(to, made.problem, head=_SHARED_HEAD)
+    return {**EVERY_FORMAT[to].files(made.problem, made.layout), SCRIPT: script}
 
 
 def require_framework(to: str, problem: TrainingProblem, layout: Layout | None = None) -> None:
@@ -91,6 +106,12 @@ _HEAD = """\
 # One rank of the run. Started on every device by one of run.sh (torchrun, on every node),
 # job.sbatch (Slurm, submitted in this folder), jobset.yaml (Kubernetes, with this folder as the
 # container's working directory) and mpirun.sh (Open MPI). To add in the environment before:
+"""
+
+
+_SHARED_HEAD = """\
+#!/usr/bin/env bash
+# One rank of the run, started on every device with the environment that the job was given:
 """
 
 
@@ -126,9 +147,9 @@ def _run_of(to: str, short: bool) -> dict[str, Any]:
     return of | of.get("short", {}) if short else of
 
 
-def rank_script(to: str, problem: TrainingProblem, short: bool = False) -> str:
+def rank_script(to: str, problem: TrainingProblem, short: bool = False, head: str = _HEAD) -> str:
     """The script of a rank, which begins with what the user must add."""
     asked = "".join(f': "${{{name}:?{what}}}"\n' for name, what in added(to, short).items())
     start = _run_of(to, short)["start"].strip()
     start = start.replace("VOCABULARY", str(problem.architecture.vocabulary))
-    return f"{_HEAD}{asked}set -euo pipefail\n{start}\n"
+    return f"{head}{asked}set -euo pipefail\n{start}\n"

@@ -1,4 +1,4 @@
-"""``price-jobs``, ``allocate``, ``rounds``, ``estimate``, ``run-cluster``: jobs share a cluster."""
+"""``price-jobs``, ``allocate``, ``estimate``, ``run-cluster``: jobs share a cluster."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,13 +23,11 @@ from stagewright.formulations.clusters.allocation_plan import save_allocation
 from stagewright.graphs.documents.documents import to_json, write_text
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import counts_of, load_workload, save_workload
-from stagewright.service.answers import Answer
 from stagewright.service.clusters.requests import (
     AllocateRequest,
     EstimateRequest,
     MeasureRequest,
     PriceJobsRequest,
-    RoundsRequest,
     RunClusterRequest,
 )
 from stagewright.service.options import Option
@@ -37,10 +35,8 @@ from stagewright.service.options import Option
 if TYPE_CHECKING:
     from stagewright.service.clusters.answers import (
         AllocateAnswer,
-        AssignmentAnswer,
         EstimateAnswer,
         PriceJobsAnswer,
-        RoundsAnswer,
         RunClusterAnswer,
     )
 
@@ -194,53 +190,6 @@ def _print_why_and_when(answer: "AllocateAnswer") -> None:
         tables += job_tables(answer.explained)
     for table in tables:
         print_table(table.head, table.rows, table.title)
-
-
-class RoundsOptions(Served, Printed):
-    """What ``rounds`` is asked beside its request."""
-
-
-@command(without="threads seed", headings={"The policy": "space_sharing placement budget_dollars"})
-def rounds(asked: Asked[RoundsRequest], given: RoundsOptions) -> int:
-    """Realise an allocation in rounds: placements, renewed leases, deviation from the target."""
-    from stagewright.service.clusters.answers import AllocateAnswer, RoundsAnswer
-
-    def show(answer: Answer) -> None:
-        if isinstance(answer, RoundsAnswer):
-            _print_rounds(answer)
-        elif isinstance(answer, AllocateAnswer):
-            say(f"{answer.policy}: {answer.status}, no allocation", *answer.notes)
-
-    answer = find(Answer, asked.request(), "making rounds", given.server)
-    tell(answer, given, show)
-    return 0 if isinstance(answer, RoundsAnswer) else 1
-
-
-def _print_rounds(answer: "RoundsAnswer") -> None:
-    names = answer.accelerators
-    rows = []
-    for number, assignments in enumerate(answer.rounds):
-        cells = []
-        for name in names:
-            here = [one for one in assignments if one.accelerator == name]
-            cells.append(" ".join(_spelled(one) for one in here))
-        rows.append((str(number), *cells))
-    print_table(("round", *(f"<{name}" for name in names)), rows)
-    opportunities = sum(len(assignments) for assignments in answer.rounds[1:])
-    renewed = sum(one.renewed for assignments in answer.rounds for one in assignments)
-    say(
-        "+ shares its accelerators, = keeps its lease, xN runs on N",
-        f"{answer.policy}: {len(answer.rounds)} rounds of {answer.round_seconds:g} s; "
-        f"leases renewed: {renewed} of {opportunities}",
-        f"from the target: mean {answer.mean_deviation:.4f} of the time, largest shortfall "
-        f"{answer.largest_shortfall:.4f}",
-        *answer.assumed,
-    )
-
-
-def _spelled(one: "AssignmentAnswer") -> str:
-    size = f"x{len(one.numbers)}" if len(one.numbers) > 1 else ""
-    return f"{'+'.join(one.jobs)}{size}{'=' if one.renewed else ''}"
 
 
 class EstimateOptions(Written):

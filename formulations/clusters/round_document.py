@@ -1,0 +1,70 @@
+"""A round of a shared cluster as a JSON document: who runs where, and what each has had before."""
+
+import os
+from dataclasses import field
+from typing import Literal
+
+from stagewright.graphs.documents import documents
+from stagewright.graphs.workloads.pool import Pool
+
+FORMAT: Literal["stagewright-round"] = "stagewright-round"
+VERSION: Literal[1] = 1
+
+Launcher = Literal["slurm", "kueue", "torchrun"]
+
+
+@documents.record
+class RoundEntry:
+    """A job, or a pair that shares accelerators, on one type of them, at a placement and a count.
+
+    In this round it has those with ``numbers``, since ``lease_seconds`` at the round's end; without
+    numbers it waits, or runs on another type. ``received_seconds`` are those it had on this type
+    since the jobs of the cluster last changed, this round included.
+    """
+
+    jobs: tuple[str, ...]
+    accelerator: str
+    placement: Literal["consolidated", "spread"] | None = None
+    count: int | None = None
+    numbers: tuple[int, ...] = ()
+    lease_seconds: float = 0.0
+    received_seconds: float = 0.0
+
+
+@documents.record
+class ClusterRound:
+    """A round, as launched by ``launcher``: jobs that stop, stay and start, in this order.
+
+    ``jobs`` are all of the cluster, those in ``queued`` JobSets that their users made. ``nodes``
+    are the servers of each type of accelerator. ``elapsed_seconds`` are from the last change of the
+    jobs to the round's end. ``bound`` is on the policy's objective; ``one_more`` is how far one
+    more accelerator of each type moves it at most.
+    """
+
+    launcher: Launcher
+    policy: str
+    round_seconds: float
+    pool: Pool
+    jobs: tuple[str, ...]
+    stops: tuple[str, ...]
+    stays: tuple[str, ...]
+    starts: tuple[str, ...]
+    entries: tuple[RoundEntry, ...]
+    elapsed_seconds: float
+    queued: tuple[str, ...] = ()
+    nodes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    objective: float | None = None
+    bound: float | None = None
+    proved_by: str | None = None
+    one_more: dict[str, float] | None = None
+    format: Literal["stagewright-round"] = FORMAT
+    version: Literal[1] = VERSION
+
+    def running(self) -> dict[str, RoundEntry]:
+        """The entry of each job that runs."""
+        return {job: one for one in self.entries if one.numbers for job in one.jobs}
+
+
+def load_round(path: str | os.PathLike[str]) -> ClusterRound:
+    """Read a round; see :func:`documents.read` for the errors."""
+    return documents.read(ClusterRound, path, FORMAT, VERSION)
