@@ -202,11 +202,16 @@ def mpi(launch: Launch) -> dict[str, str]:
     return {"mpirun.sh": "\n".join(lines) + "\n"}
 
 
-def _command(options: FormatOptions) -> tuple[str, ...]:
+def words_of(command: str, place: str) -> tuple[str, ...]:
+    """The words of a command in shell syntax; a message about a wrong one begins with ``place``."""
     try:
-        words = tuple(shlex.split(options.command or ""))
+        return tuple(shlex.split(command))
     except ValueError as error:
-        raise InputError(f"--command {options.command!r}: {error}") from None
+        raise InputError(f"{place} {command!r}: {error}") from None
+
+
+def _command(options: FormatOptions) -> tuple[str, ...]:
+    words = words_of(options.command or "", "--command")
     if not words:
         raise InputError(
             "a launch script needs --command, the command of every process, such as "

@@ -6,7 +6,6 @@ is the round as a document, from which the next one goes on.
 
 import json
 import math
-import shlex
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from stagewright.executor.export.launchers import (
     SharedJob,
     slurm,
     torchrun,
+    words_of,
 )
 from stagewright.executor.export.layouts import SCRIPT, shared_files
 from stagewright.executor.export.options import FormatOptions
@@ -32,14 +32,20 @@ LAYOUT, PATCH, ROUND, START = "layout.json", "patch.json", "round.json", "round.
 _SPEC = "/spec/replicatedJobs/0/template/spec"  # of a JobSet's first Job
 _WRITERS = {"slurm": slurm, "kueue": jobset, "torchrun": torchrun}
 
-# Starts a node's processes in a session of their own, and ends them; each runs there, by bash.
+# Starts a node's processes in a session of their own, says whether they live, and ends them.
 _BY_SSH = """\
 on() { ssh "$1" "bash -s -- $(printf '%q ' "${@:2}")"; }
 begin() { on "$@" <<'END'
 mkdir -p ~/.stagewright
 cd "$1"
-NODE_RANK=$3 MASTER_ADDR=$4 MASTER_PORT=$5 setsid bash run.sh >"node-$3.log" 2>&1 </dev/null &
-echo $! >~/.stagewright/"$2-$3.pid"
+export NODE_RANK=$3 MASTER_ADDR=$4 MASTER_PORT=$5
+pid=~/.stagewright/"$2-$3.pid"
+setsid bash -c 'bash run.sh; rm -f "$0"' "$pid" >"node-$3.log" 2>&1 </dev/null &
+echo $! >"$pid"
+END
+}
+alive() { on "$@" <<'END'
+kill -0 -- "-$(cat ~/.stagewright/"$1.pid" 2>/dev/null)" 2>/dev/null
 END
 }
 end() { on "$@" <<'END'
@@ -141,7 +147,7 @@ def _files_of(one: PlacedJob, made: ClusterRound, options: RoundOptions) -> dict
         return files | {PATCH: json.dumps(_patch(one, options.label), indent=1) + "\n"}
     words: tuple[str, ...] = ("bash", SCRIPT)
     if one.job.command is not None:
-        words = tuple(shlex.split(one.job.command))
+        words = words_of(one.job.command, "command")
     elif one.plan is not None and one.framework is not None:
         files |= shared_files(one.plan, one.framework)
     hosts = tuple(host for host, _ in one.servers if host is not None)
@@ -183,12 +189,12 @@ def _script(
     jobs: Sequence[PlacedJob],
     options: RoundOptions,
 ) -> str:
-    """The script that ends, keeps and starts jobs."""
+    """The script that ends, keeps and starts jobs; what should run and does not starts again."""
     placed = {one.job.name: one for one in jobs}
     stop, stay, start = _COMMANDS[made.launcher]
     lines = [
         "#!/usr/bin/env bash",
-        f"# A round of {made.round_seconds:g} s by {made.policy}: {len(made.stops)} jobs stop, "
+        f"# A round of {made.round_seconds:g} s: {len(made.stops)} jobs stop, "
         f"{len(made.stays)} stay, {len(made.starts)} start.",
         "set -euo pipefail",
         'cd "$(dirname "${BASH_SOURCE[0]}")"',
@@ -215,8 +221,12 @@ def _slurm_stop(job: str, before: ClusterRound) -> Iterator[str]:
 
 def _slurm_stay(one: PlacedJob, made: ClusterRound, options: RoundOptions) -> Iterator[str]:
     """The lease goes on; only operators of Slurm may extend it (man scontrol)."""
+    yield f'if [ -z "$(squeue --me --noheader --name={one.name})" ]; then'
+    yield from _slurm_start(one, made, options)
     if options.format.time is None:
-        yield (f'scontrol update JobName={one.name} UserID="$(id -un)" TimeLimit=+{_minutes(made)}')
+        user = 'UserID="$(id -un)"'
+        yield f"else scontrol update JobName={one.name} {user} TimeLimit=+{_minutes(made)}"
+    yield "fi"
 
 
 def _slurm_start(one: PlacedJob, made: ClusterRound, options: RoundOptions) -> Iterator[str]:
@@ -232,25 +242,41 @@ def _kueue_stop(job: str, before: ClusterRound) -> Iterator[str]:
         yield f"kubectl delete jobset {job_name(job)} --ignore-not-found --cascade=foreground"
 
 
+def _kueue_stay(one: PlacedJob, made: ClusterRound, options: RoundOptions) -> Iterator[str]:
+    if one.job.name not in made.queued:
+        failed = f"kubectl wait jobset/{one.name} --for=condition=Failed --timeout=1s"
+        yield f"if {failed} >/dev/null 2>&1; then"
+        yield from _kueue_stop(one.job.name, made)
+        yield "fi"
+        yield from _kueue_start(one, made, options)
+
+
 def _kueue_start(one: PlacedJob, made: ClusterRound, options: RoundOptions) -> Iterator[str]:
     if one.job.name in made.queued:
         job = one.job.name
         yield f"kubectl patch jobset {job} --type=json --patch-file={one.folder}/{PATCH}"
         yield f"kubectl label jobset {job} {QUEUE}={options.queue} --overwrite"
         return
+    # To apply it again would suspend what Kueue has admitted.
+    yield f"if ! kubectl get jobset {one.name} >/dev/null 2>&1; then"
     if one.job.command is None:
         made_of = f"kubectl create configmap {one.name} --from-file={one.folder} --dry-run=client"
         yield f"{made_of} --output=yaml | kubectl apply --filename=-"
-    yield f"kubectl apply --filename={one.folder}/jobset.yaml"
-
-
-def _nothing(one: PlacedJob, made: ClusterRound, options: RoundOptions) -> Iterator[str]:
-    yield from ()
+    yield f"kubectl create --filename={one.folder}/jobset.yaml"
+    yield "fi"
 
 
 def _ssh_stop(job: str, before: ClusterRound) -> Iterator[str]:
     for rank, (host, _) in enumerate(servers_of(before.running()[job], before)):
         yield f"end {host} {job_name(job)}-{rank}"
+
+
+def _ssh_stay(one: PlacedJob, made: ClusterRound, options: RoundOptions) -> Iterator[str]:
+    ranks = [f"alive {host} {one.name}-{rank}" for rank, (host, _) in enumerate(one.servers)]
+    yield f"if ! {{ {' && '.join(ranks)}; }}; then"
+    yield from _ssh_stop(one.job.name, made)
+    yield from _ssh_start(one, made, options)
+    yield "fi"
 
 
 def _ssh_start(one: PlacedJob, made: ClusterRound, options: RoundOptions) -> Iterator[str]:
@@ -264,6 +290,6 @@ _Stop = Callable[[str, ClusterRound], Iterator[str]]
 _Go = Callable[[PlacedJob, ClusterRound, RoundOptions], Iterator[str]]
 _COMMANDS: dict[str, tuple[_Stop, _Go, _Go]] = {
     "slurm": (_slurm_stop, _slurm_stay, _slurm_start),
-    "kueue": (_kueue_stop, _nothing, _kueue_start),
-    "torchrun": (_ssh_stop, _nothing, _ssh_start),
+    "kueue": (_kueue_stop, _kueue_stay, _kueue_start),
+    "torchrun": (_ssh_stop, _ssh_stay, _ssh_start),
 }

@@ -1,16 +1,22 @@
 """A round of a shared cluster as a JSON document: who runs where, and what each has had before."""
 
 import os
+import re
 from dataclasses import field
 from typing import Literal
 
 from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.pool import Pool
 
 FORMAT: Literal["stagewright-round"] = "stagewright-round"
 VERSION: Literal[1] = 1
 
 Launcher = Literal["slurm", "kueue", "torchrun"]
+DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+"""Names of JobSets and queues."""
+NAME = re.compile(r"[A-Za-z0-9]([-\w.]*[A-Za-z0-9])?", re.ASCII)
+"""Names of nodes and of types of accelerators, in scripts and as values of labels."""
 
 
 @documents.record
@@ -59,6 +65,23 @@ class ClusterRound:
     one_more: dict[str, float] | None = None
     format: Literal["stagewright-round"] = FORMAT
     version: Literal[1] = VERSION
+
+    def __post_init__(self) -> None:
+        counts = {one.name: one.count for one in self.pool.accelerators}
+        taken: set[tuple[str, int]] = set()
+        for number, one in enumerate(self.entries):
+            for each in one.numbers:
+                place = one.accelerator, each
+                if not 0 <= each < counts.get(one.accelerator, 0) or place in taken:
+                    raise InputError(f"entries[{number}]: {each} is no free {one.accelerator}")
+                taken.add(place)
+        for kind in self.pool.accelerators:
+            names = self.nodes.get(kind.name, ())
+            if len(names) not in (0, kind.servers) or not all(map(NAME.fullmatch, names)):
+                raise InputError(f"nodes: {kind.name} needs {kind.servers} names of servers")
+        for job in self.queued:
+            if not DNS_LABEL.fullmatch(job):
+                raise InputError(f"queued: {job!r} is no name of a JobSet")
 
     def running(self) -> dict[str, RoundEntry]:
         """The entry of each job that runs."""

@@ -56,6 +56,9 @@ class Job:
                 f"{place}arrival_seconds must be at most {_LAST_ARRIVAL:g}, after which a round is "
                 f"less than a float's digits, got {self.arrival_seconds:g}"
             )
+        for name in self.environment:
+            if not (name.isidentifier() and name.isascii()):
+                raise InputError(f"{place}environment: {name!r} is no name of a variable")
         for name in ("steps", "weight", "slo_seconds"):
             value = getattr(self, name)
             if value is not None:

@@ -1,10 +1,9 @@
 """The launch files of a round: what is asked of its jobs, and the files of those that run."""
 
 import re
-import shlex
 from collections.abc import Iterator, Mapping
 
-from stagewright.executor.export.launchers import cpus_of_task, time_of_job
+from stagewright.executor.export.launchers import cpus_of_task, time_of_job, words_of
 from stagewright.executor.export.layouts import LAYOUT_FORMATS, added
 from stagewright.executor.export.options import FormatOptions
 from stagewright.executor.export.rounds import (
@@ -15,7 +14,12 @@ from stagewright.executor.export.rounds import (
     servers_of,
 )
 from stagewright.formulations.clusters.allocation_plan import AllocationPlan
-from stagewright.formulations.clusters.round_document import ClusterRound, RoundEntry
+from stagewright.formulations.clusters.round_document import (
+    DNS_LABEL,
+    NAME,
+    ClusterRound,
+    RoundEntry,
+)
 from stagewright.formulations.parallelism.document import LayoutPlan
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import Job, Training
@@ -30,10 +34,7 @@ _OWN = {"queue": "kueue", "node_label": "kueue", "image": "kueue", "cpus": "slur
 """The launcher that has an option."""
 LABEL = "accelerator"
 """Of nodes, as Kubernetes's own documentation names the type of their accelerators."""
-_DNS_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
-_KEY = r"([a-z0-9][-a-z0-9.]*/)?[A-Za-z0-9]([-\w.]*[A-Za-z0-9])?"
-_NAME = r"[A-Za-z0-9]([-\w.]*[A-Za-z0-9])?"  # of a node, of a kind: a label's value
-_VARIABLE = r"[A-Za-z_]\w*"
+_KEY = r"([a-z0-9][-a-z0-9.]*/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"
 
 
 def require_launchable(request: RoundsRequest) -> None:
@@ -71,9 +72,9 @@ def _require_cluster(request: RoundsRequest) -> None:
     """Refuse names that the cluster cannot have."""
     _require_nodes(request)
     for one in request.pool.accelerators:
-        if not re.fullmatch(_NAME, one.name):
+        if not NAME.fullmatch(one.name):
             raise InputError(f"accelerator {one.name!r}: {request.to} takes letters, digits, -_.")
-    if request.to == "kueue" and not re.fullmatch(_DNS_LABEL, request.queue or ""):
+    if request.to == "kueue" and not DNS_LABEL.fullmatch(request.queue or ""):
         raise InputError("queue: kueue needs the name of the local queue, such as user-queue")
     if not re.fullmatch(_KEY, request.node_label or LABEL):
         raise InputError(f"node_label {request.node_label!r} is no key of a label")
@@ -87,13 +88,18 @@ def _require_nodes(request: RoundsRequest) -> None:
             raise InputError(f"nodes: {name!r} is none of {', '.join(request.pool.names)}")
     for one in request.pool.accelerators:
         names = hosts.get(one.name, ())
+        if one.per_server is None:
+            raise InputError(
+                f"accelerator {one.name!r}: launch files need its servers; write for example "
+                f"{one.name}=1x{one.count}"
+            )
         if (names or request.to == "torchrun") and len(names) != one.servers:
             raise InputError(
                 f"nodes: {one.name} has {one.servers} servers and {len(names)} names; write for "
                 f"example {one.name}=gpu[01-{one.servers:02}]"
             )
     every = [host for names in hosts.values() for host in names]
-    wrong = next((host for host in every if not re.fullmatch(_NAME, host)), None)
+    wrong = next((host for host in every if not NAME.fullmatch(host)), None)
     if wrong is not None:
         raise InputError(f"nodes: {wrong!r} is no name of a node")
     if len({*every}) < len(every):
@@ -103,20 +109,16 @@ def _require_nodes(request: RoundsRequest) -> None:
 def _require_job(request: RoundsRequest, job: Job, training: Training | None) -> None:
     """Refuse a job whose processes nobody could start."""
     place = f"job {job.name!r}: "
-    for name in job.environment:
-        if not re.fullmatch(_VARIABLE, name):
-            raise InputError(f"{place}environment: {name!r} is no name of a variable")
     framework = None if training is None else training.framework
     if job.command is not None:
-        _require_command(place, job.command)
+        if not words_of(job.command, f"{place}command"):
+            raise InputError(f"{place}the command is empty")
     elif framework in LAYOUT_FORMATS:
-        lacking = [name for name in added(framework) if name not in job.environment]
-        if lacking:
-            raise InputError(
-                f"{place}{framework} needs {lacking[0]}, {added(framework)[lacking[0]]}: give it "
-                "in the job's environment"
-            )
-    elif request.to == "kueue" and re.fullmatch(_DNS_LABEL, job.name):
+        for name, what in added(framework).items():
+            if name not in job.environment:
+                given = "give it in the job's environment"
+                raise InputError(f"{place}{framework} needs {name}, {what}: {given}")
+    elif request.to == "kueue" and DNS_LABEL.fullmatch(job.name):
         return  # a JobSet of this name, which its user has made
     else:
         hint = " or the `framework` of its training" if training else ""
@@ -124,15 +126,6 @@ def _require_job(request: RoundsRequest, job: Job, training: Training | None) ->
         raise InputError(f"{place}{request.to} needs its `command`{hint} in the jobs file{also}")
     if request.to == "kueue" and request.image is None:
         raise InputError(f"image: kueue needs the container that has the command of {job.name!r}")
-
-
-def _require_command(place: str, command: str) -> None:
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        raise InputError(f"{place}command {command!r}: {error}") from None
-    if not words:
-        raise InputError(f"{place}the command is empty")
 
 
 def _format(request: RoundsRequest) -> FormatOptions:

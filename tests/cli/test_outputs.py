@@ -52,7 +52,7 @@ def test_every_path_of_a_command_is_known_as_read_or_written() -> None:
         ("run_cluster", "folder"), ("run_cluster", "output"),
         ("train_plan", "output"), ("train_plan", "png"), ("memory", "png"), ("jobs", "output"),
         ("rates", "png"), ("calibrate", "output"), ("anchor", "output"),
-        ("tune", "output"), ("tune", "png"),
+        ("rounds", "output"), ("tune", "output"), ("tune", "png"),
         ("backup", "file"),
     }  # fmt: skip
 

@@ -54,8 +54,23 @@ note() { printf '%s\n' "$*" >>"$NOTES"; }
 sbatch() { note sbatch "$(sed -n 's/^#SBATCH --job-name=//p' "$1")"; }
 scancel() { note scancel "$@"; }
 scontrol() { note scontrol "$@"; }
-kubectl() { [ "$2" != --filename=- ] || cat >/dev/null; note kubectl "$@"; }
-ssh() { cat >/dev/null; note ssh "$1" "$2"; }
+squeue() { grep -x "${3#--name=}" "$RUNNING" || true; }
+kubectl() {
+  [ "$2" != --filename=- ] || cat >/dev/null
+  case $1 in
+    wait) grep -qx "${2#jobset/}" "$RUNNING.failed" ;;
+    get) grep -qx "$3" "$RUNNING" "$RUNNING.failed" ;;
+    delete) sed -i "/^$3$/d" "$RUNNING" "$RUNNING.failed"; note kubectl "$@" ;;
+    *) note kubectl "$@" ;;
+  esac
+}
+ssh() {
+  read -r first
+  local words=($2)
+  if [[ $first = kill* ]]; then grep -qx "${words[3]%-*} ${words[3]##*-} $1" "$RUNNING"; return; fi
+  cat >/dev/null
+  note ssh "$1" "$2"
+}
 """
 
 
@@ -92,18 +107,22 @@ class Cluster:
 
     def __init__(self) -> None:
         self.running: set[str] = set()
+        self.failed: set[str] = set()
 
     def carry_out(self, folder: Path) -> None:
-        notes = folder / "notes"
+        notes, running = folder / "notes", folder / "running"
         notes.touch()
+        running.write_text("".join(f"{one}\n" for one in self.running))
+        Path(f"{running}.failed").write_text("".join(f"{one}\n" for one in self.failed))
         subprocess.run(
             ["bash", "-c", STUBS + 'source "$1"', "bash", folder / "round.sh"],
-            env=os.environ | {"NOTES": str(notes)},
+            env=os.environ | {"NOTES": str(notes), "RUNNING": str(running)},
             check=True,
         )
         for line in notes.read_text().splitlines():
             command, *words = line.split(maxsplit=2)
             getattr(self, command)(*words)
+        self.failed = set()
 
     def start(self, name: str) -> None:
         assert name not in self.running
@@ -113,7 +132,7 @@ class Cluster:
         self.start(name)
 
     def scancel(self, _: str, named: str) -> None:
-        self.running.remove(named.removeprefix("--name="))
+        self.running.discard(named.removeprefix("--name="))
 
     def scontrol(self, _: str, what: str) -> None:
         assert what.split()[0].removeprefix("JobName=") in self.running
@@ -121,7 +140,7 @@ class Cluster:
     def kubectl(self, verb: str, rest: str) -> None:
         word, name = re.fullmatch(r"(jobset )?(\S+).*", rest).groups()  # type: ignore[union-attr]
         if verb == "delete" or "--type=merge" in rest:
-            self.running.remove(name)
+            self.running.discard(name)
         elif verb == "label" or rest.endswith("jobset.yaml"):
             folder = name.removeprefix("--filename=").removesuffix("/jobset.yaml")
             self.start(name if word else f"stagewright-{folder}")
@@ -130,7 +149,7 @@ class Cluster:
         words = shlex.split(script)[3:]
         if len(words) == 1:
             name, _, rank = words[0].rpartition("-")
-            self.running.remove(f"{name} {rank} {host}")
+            self.running.discard(f"{name} {rank} {host}")
         else:
             self.start(f"{words[1]} {words[2]} {host}")
 
@@ -239,6 +258,9 @@ def test_rounds_that_are_carried_out_are_the_rounds_of_the_allocation(
         assert answer.rounds == (expected,)
         files, before = answer.launch.files, document(answer)
         write(files, folder / str(number))
+        if cluster.running and rng.random() < 0.3 and command:  # one of its own accord
+            cluster.failed = {rng.choice(sorted(cluster.running))}
+            cluster.running -= cluster.failed
         cluster.carry_out(folder / str(number))
         require_running(cluster, to, expected, pool, command)
         if named and command:
@@ -377,7 +399,6 @@ RUNS = Job("a", "m", 1.0, command="run")
         ("slurm", replace(RUNS, command=None), {}, "job 'a': slurm needs its `command` in"),
         ("slurm", replace(RUNS, command=" "), {}, "job 'a': the command is empty"),
         ("slurm", replace(RUNS, command="a '"), {}, "job 'a': command .*No closing quotation"),
-        ("slurm", replace(RUNS, environment={"A-B": ""}), {}, "'A-B' is no name of a variable"),
         ("slurm", replace(TRAINED, scale=1, environment={}), {},
          "job 'my run': torchtitan needs BASE, the configuration, such as"),
         ("slurm", replace(TRAINED, scale=1), {}, "job 'my run': the jobs file has its throughput"),
@@ -410,6 +431,8 @@ def test_what_has_no_launch_files_is_refused_in_a_line(
 
 
 def test_names_of_jobs_and_rounds_must_go_together() -> None:
+    with pytest.raises(InputError, match="job 'a': environment: 'A-B' is no name of a variable"):
+        replace(RUNS, environment={"A-B": ""})
     pool, hosts = parse_pool("h100=2x1"), {"h100": ("a", "b")}
     two = Workload((RUNS, replace(RUNS, name="A")), RATES)
     with pytest.raises(InputError, match="jobs 'a' and 'A' would both be stagewright-a: rename"):
@@ -418,6 +441,13 @@ def test_names_of_jobs_and_rounds_must_go_together() -> None:
     before = document(answered(RoundsRequest.of(workload=workload, pool=pool, to="slurm")))
     with pytest.raises(InputError, match="to: the round that runs was launched by slurm"):
         RoundsRequest.of(workload=workload, pool=pool, to="torchrun", nodes=hosts, after=before)
+    for wrong, message in (
+        ({"queued": ("a; reboot",)}, "queued: 'a; reboot' is no name of a JobSet"),
+        ({"nodes": {"h100": ("a", "$(b)")}}, "nodes: h100 needs 2 names of servers"),
+        ({"entries": (*before.entries, *before.entries)}, r"entries\[1\]: 0 is no free h100"),
+    ):
+        with pytest.raises(InputError, match=message):
+            replace(before, **wrong)
     with pytest.raises(InputError, match="after: that round is of another cluster"):
         RoundsRequest.of(workload=workload, pool=parse_pool("h100=3x1"), after=before)
 

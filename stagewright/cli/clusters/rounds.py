@@ -108,6 +108,9 @@ def _print_launch(launch: "RoundFilesAnswer") -> None:
         say(f"{what + ':':8}{', '.join(getattr(launch, what)) or '-'}")
     if launch.bound is not None:
         say(f"objective {launch.objective:.6g}, bound {launch.bound:.6g} by {launch.proved_by}")
+    if launch.one_more is not None:
+        more = launch.one_more.items()
+        say("one more buys at most: " + ", ".join(f"{name} {worth:.4g}" for name, worth in more))
     say(*launch.remarks)
 
 
