@@ -176,21 +176,32 @@ def test_parameters_are_those_of_an_uninterrupted_run(cluster: Any, tmp_path: Pa
 
 @pytest.mark.slow
 def test_jobs_go_on_with_other_numbers_of_ranks(cluster: Any, tmp_path: Path) -> None:
-    """One rank each while there are two jobs, then two ranks: the parameters of one process."""
+    """Three jobs on four accelerators, until a node is killed with two; then on what is left.
+
+    The parameters are those of one process, whatever ranks died between two checkpoints.
+    """
     torch = pytest.importorskip("torch")
+    node = cluster.add_node(num_cpus=0, resources={"k80": 2})
     rates = Throughputs((Rate("walk", 1, "k80", 100.0), Rate("walk", 2, "k80", 150.0)))
-    jobs = [
-        job(name, steps, train_divided, counts=(1, 2)) for name, steps in (("a", 90), ("b", 30))
-    ]
-    report = run(tmp_path, *jobs, pool="k80=2", rates=rates, round_seconds=0.4)
-    for name, steps in (("a", 90), ("b", 30)):
-        assert outcome(report, name).state == "done"
+    steps = {"a": 120, "b": 60, "c": 60}
+    jobs = [job(name, many, train_divided, counts=(1, 2)) for name, many in steps.items()]
+    kill = subprocess.Popen(
+        [sys.executable, "-c", WHEN_COMMITTED, str(tmp_path), str(_raylet(node))]
+    )
+    report = run(tmp_path, *jobs, pool="k80=4", rates=rates, round_seconds=0.6)
+    assert kill.wait() == 0
+    cluster.remove_node(node)
+    for name, many in steps.items():
+        assert (outcome(report, name).state, outcome(report, name).steps) == ("done", many)
         found = torch.load(checkpoint(tmp_path, name) / MODEL)[0]
-        for parameter, expected in trained(1, steps).items():
+        for parameter, expected in trained(1, many).items():
             assert torch.allclose(found[parameter], expected, rtol=1e-12, atol=1e-14), parameter
     told = (tmp_path / "job-a" / "output.log").read_text()
     assert "1 ranks" in told
     assert "2 ranks" in told
+    in_use = [sum(len(one.accelerators) for one in placed) for placed in report.rounds]
+    assert max(in_use) > 2
+    assert in_use[-1] <= 2
 
 
 SCHEDULER = """

@@ -215,7 +215,7 @@ def gpus_of_ranks(files: dict[str, str], on: Counter[str]) -> dict[str, set[int]
     return found
 
 
-@examples(40)
+@examples(40, quick=2)
 @given(
     st.sampled_from(list(OPTIONS)),
     st.integers(1, 3),
