@@ -84,11 +84,6 @@ class PlacedJob:
         """The name of its folder."""
         return self.name.removeprefix(f"{NAME}-")
 
-    @property
-    def sizes(self) -> str:
-        """The GPUs of each server, such as ``4+2``."""
-        return "+".join(str(len(gpus)) for _, gpus in self.servers)
-
 
 @dataclass(frozen=True, slots=True)
 class RoundOptions:

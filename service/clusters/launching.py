@@ -114,10 +114,7 @@ def _require_job(request: RoundsRequest, job: Job, training: Training | None) ->
         if not words_of(job.command, f"{place}command"):
             raise InputError(f"{place}the command is empty")
     elif framework in LAYOUT_FORMATS:
-        for name, what in added(framework).items():
-            if name not in job.environment:
-                given = "give it in the job's environment"
-                raise InputError(f"{place}{framework} needs {name}, {what}: {given}")
+        _require_layout(request, job, framework)
     elif request.to == "kueue" and DNS_LABEL.fullmatch(job.name):
         return  # a JobSet of this name, which its user has made
     else:
@@ -126,6 +123,20 @@ def _require_job(request: RoundsRequest, job: Job, training: Training | None) ->
         raise InputError(f"{place}{request.to} needs its `command`{hint} in the jobs file{also}")
     if request.to == "kueue" and request.image is None:
         raise InputError(f"image: kueue needs the container that has the command of {job.name!r}")
+
+
+def _require_layout(request: RoundsRequest, job: Job, framework: str) -> None:
+    """Refuse a training that lacks what its framework needs, or has a rate without a layout."""
+    place = f"job {job.name!r}: "
+    for name, what in added(framework).items():
+        if name not in job.environment:
+            given = "give it in the job's environment"
+            raise InputError(f"{place}{framework} needs {name}, {what}: {given}")
+    if any(one.model == job.model for one in request.workload.throughputs.alone):
+        raise InputError(
+            f"{place}the jobs file has throughputs of {job.model!r}, and so no layout for them: "
+            "leave them out, or give the job a command"
+        )
 
 
 def _format(request: RoundsRequest) -> FormatOptions:
@@ -202,13 +213,8 @@ def _placed(
 ) -> PlacedJob:
     """The job where it runs, with the layout of its training there."""
     asked = (job.model, entry.accelerator, len(entry.numbers), entry.placement or "consolidated")
-    plan, framework = plans.get(asked), None if training is None else training.framework
-    if plan is None and job.command is None and job.name not in made.queued:
-        raise InputError(
-            f"job {job.name!r}: the jobs file has its throughput on {asked[2]} {asked[1]}, and so "
-            "there is no layout: leave that throughput out, or give the job a command"
-        )
-    return PlacedJob(job, entry.accelerator, servers_of(entry, made), plan, framework)
+    framework = None if training is None else training.framework
+    return PlacedJob(job, entry.accelerator, servers_of(entry, made), plans.get(asked), framework)
 
 
 def _remarks(jobs: list[PlacedJob]) -> Iterator[str]:
@@ -218,7 +224,8 @@ def _remarks(jobs: list[PlacedJob]) -> Iterator[str]:
             each = one.plan.problem.fabric.levels[0].devices
             sizes = [len(gpus) for _, gpus in one.servers]
             if any(size != each for size in sizes):
+                given = "+".join(map(str, sizes))
                 yield (
-                    f"{one.job.name} has {one.sizes} {one.kind} of {len(sizes)} servers; its "
-                    f"layout was priced with {each} on each"
+                    f"{one.job.name} has {given} {one.kind} of {len(sizes)} servers; its layout "
+                    f"was priced with {each} on each"
                 )

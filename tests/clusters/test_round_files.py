@@ -401,7 +401,7 @@ RUNS = Job("a", "m", 1.0, command="run")
         ("slurm", replace(RUNS, command="a '"), {}, "job 'a': command .*No closing quotation"),
         ("slurm", replace(TRAINED, scale=1, environment={}), {},
          "job 'my run': torchtitan needs BASE, the configuration, such as"),
-        ("slurm", replace(TRAINED, scale=1), {}, "job 'my run': the jobs file has its throughput"),
+        ("slurm", replace(TRAINED, scale=1), {}, "job 'my run': the jobs file has throughputs of"),
         ("slurm", RUNS, {"image": "x"}, "image does not apply to slurm, it is of kueue"),
         ("slurm", RUNS, {"time": "4h"}, "--time '4h' is no time of Slurm"),
         ("slurm", RUNS, {"cpus": 0}, "--cpus must be at least 1"),
