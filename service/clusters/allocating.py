@@ -31,6 +31,8 @@ from stagewright.service.clusters.answers import (
     NewJobAnswer,
     PriceJobsAnswer,
     RoundsAnswer,
+    computed_rates,
+    measured_rates,
 )
 from stagewright.service.clusters.requests import (
     AllocateRequest,
@@ -214,7 +216,8 @@ def _answer(
         duals=None if result.duals is None else result.duals.named(problem),
         one_more=_by_type(problem, result.one_more),
         allocation=None if plan is None else plan.shares,
-        prices=() if priced is None else priced.prices,
+        first=None if result.first is None else shares_of(problem, result.first),
+        prices=tuple(computed_rates((priced or request).workload.throughputs)),
         assumed=() if priced is None else priced.assumed,
         problem=problem,
         result=result,
@@ -345,12 +348,15 @@ def _realised(
             mechanism.account(one, request.round_seconds)
         made.append(tuple(_assignment(problem, one) for one in assignments))
     deviation = mechanism.deviation()
+    throughputs = (priced or request).workload.throughputs
     return RoundsAnswer(
         policy=policy,
         round_seconds=request.round_seconds,
         rounds=tuple(made),
         mean_deviation=deviation.mean,
         largest_shortfall=deviation.shortfall,
+        prices=tuple(computed_rates(throughputs)),
+        measured=tuple(measured_rates(throughputs)),
         assumed=() if priced is None else priced.assumed,
         accelerators=problem.table.pool.names,
     )

@@ -236,6 +236,8 @@ def _print_rounds(answer: "RoundsAnswer") -> None:
         f"{answer.largest_shortfall:.4f}",
         *answer.assumed,
     )
+    if answer.measured:
+        say(f"measured, the others computed: {', '.join(answer.measured)}")
 
 
 def _spelled(one: "AssignmentAnswer") -> str:
