@@ -14,11 +14,29 @@ from stagewright.service.answers import AnswerTable
 from stagewright.service.clusters.answers import (
     AllocateAnswer,
     ChoiceAnswer,
+    ComputedRate,
     ForecastAnswer,
     JobAnswer,
 )
 
 WHOLE = 1 - 1e-6  # of a share, a rate or the accelerators: solvers' rounding
+
+
+def prices_table(prices: Sequence[ComputedRate]) -> AnswerTable:
+    """The throughputs that were computed for trainings."""
+    head = ("<training", "<on", "count", "servers", "steps/s", "range", "at most", "<layout")
+    rows = [
+        (
+            one.model, one.accelerator, str(one.count), str(one.servers),
+            f"{one.steps_per_second:.4g}",
+            f"{one.steps_per_second_low:.4g} to {one.steps_per_second_high:.4g}"
+            if one.layout else "-",
+            "-" if one.bound_steps_per_second is None else f"{one.bound_steps_per_second:.4g}",
+            one.layout or one.reason or "",
+        )
+        for one in prices
+    ]  # fmt: skip
+    return AnswerTable("Computed throughputs", head, rows)
 
 
 def forecast_table(forecasts: Sequence[ForecastAnswer]) -> AnswerTable:

@@ -9,13 +9,18 @@ from stagewright.executor.drawing.lanes import BarRun, Drawing, runs_drawing
 from stagewright.graphs.workloads.jobs import Workload
 from stagewright.graphs.workloads.pool import Pool
 from stagewright.service.answers import AnswerTable
-from stagewright.service.clusters.answers import AllocateAnswer
+from stagewright.service.clusters.answers import AllocateAnswer, ComputedRate
 from stagewright.service.clusters.requests import (
     AllocateRequest,
     RoundsRequest,
     SimulateClusterRequest,
 )
-from stagewright.service.clusters.told import job_lines, job_tables, jobs_table
+from stagewright.service.clusters.told import (
+    job_lines,
+    job_tables,
+    jobs_table,
+    prices_table,
+)
 from stagewright.service.http.figures.tables import HOUR, Figures, Told, facts, titled, written
 from stagewright.service.requests import Request
 from stagewright.service.whole_answers import read
@@ -48,7 +53,7 @@ def allocate(request: Request, answer: Told) -> Figures:
         *(() if why is None else job_tables(why)),
         *jobs,
         AnswerTable("Utilisation", ("<accelerator", "utilisation"), used),
-        _prices(answer),
+        prices_table(found.prices),
     )
     title = "Accelerators that each job has on average"
     drawn = runs_drawing(lanes, scales, "accelerators")
@@ -65,11 +70,9 @@ def allocate(request: Request, answer: Told) -> Figures:
 def rounds(request: Request, answer: Told) -> Figures:
     """Rounds that realise an allocation, by accelerator."""
     assert isinstance(request, RoundsRequest)
+    length = written(answer["round_seconds"], "seconds")
     numbers = [
-        (
-            written(len(answer["rounds"]), "number"),
-            f"rounds of {written(answer['round_seconds'], 'seconds')}",
-        ),
+        (written(len(answer["rounds"]), "number"), f"rounds of {length}"),
         (written(answer["mean_deviation"], "number"), "mean deviation from the allocation"),
         (written(answer["largest_shortfall"], "number"), "largest shortfall"),
     ]
@@ -83,12 +86,13 @@ def rounds(request: Request, answer: Told) -> Figures:
                 _prolong(runs[one["accelerator"], number], " + ".join(one["jobs"]), start, end)
     drawn = _by_accelerator(runs, request.pool, request.workload)
     names = [job.name for job in request.workload.jobs]
+    prices = [ComputedRate.model_validate(one) for one in answer["prices"]]
     lines = [*answer["assumed"]]
     if answer["measured"]:
         lines.append(f"measured, the others computed: {', '.join(answer['measured'])}")
     return Figures(
         numbers,
-        (_jobs_table(held, request.pool, dict.fromkeys(names, 0.0)), _prices(answer)),
+        (_jobs_table(held, request.pool, dict.fromkeys(names, 0.0)), prices_table(prices)),
         [("Rounds by accelerator", drawn)],
         lines=lines,
     )
@@ -117,16 +121,6 @@ def _jobs_table(held: Held, pool: Pool, arrivals: Mapping[str, float]) -> Answer
         ))  # fmt: skip
     head = ("<job", "waits at first", "runs until", *(f"time of {name}" for name in pool.names))
     return AnswerTable("When each job runs, and its time of accelerators", head, rows)
-
-
-def _prices(answer: Told) -> AnswerTable:
-    """The throughputs that were computed for trainings, if any were."""
-    return titled("Computed throughputs", answer["prices"], {
-        "<training": "model", "<accelerator": "accelerator", "accelerators": "count number",
-        "servers": "servers number", "steps/s": "steps_per_second number",
-        "at least": "steps_per_second_low number", "at most": "steps_per_second_high number",
-        "<layout": "layout", "<why none": "reason",
-    })  # fmt: skip
 
 
 def _places(pool: Pool) -> Runs:
