@@ -14,9 +14,10 @@ from itertools import islice
 from time import process_time
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from benchmarks.gavel_runs import DATA, HOUR, MISSING, SEED, SMALL, measured
-from benchmarks.report import Table
+from benchmarks.report import FIGURES, Table
 from stagewright.executor.clusters.rounds import Mechanism
 from stagewright.executor.clusters.rules import ClusterRules
 from stagewright.executor.clusters.simulation import simulate_cluster
@@ -222,9 +223,34 @@ def week_table(quick: bool) -> Table:
     return Table("elastic-week", title, columns, tuple(rows))
 
 
+def draw(rows: Sequence[Row]) -> None:
+    """Draw the mean completion times of each load over their least, fixed beside elastic."""
+    loads = list(dict.fromkeys((str(row[0]), str(row[1])) for row in rows))
+    figure = Figure(figsize=(11, 3.4), dpi=100, layout="constrained")
+    all_axes = figure.subplots(1, len(loads), sharey=True)
+    for axes, load in zip(all_axes, loads, strict=True):
+        for place, row in enumerate(one for one in rows if (one[0], one[1]) == load):
+            fixed, elastic, bounds = float(str(row[3])), float(str(row[4])), row[-2:]
+            axes.plot((elastic, fixed), (place, place), color="0.7", zorder=1)
+            axes.plot(fixed, place, "o", color="C0", label="" if place else "fixed")
+            axes.plot(elastic, place, "o", color="C1", label="" if place else "elastic")
+        for bound, colour in zip(bounds, ("C0", "C1"), strict=True):
+            axes.axvline(float(str(bound)), color=colour, linestyle=":")
+        axes.set(xlabel="mean, h", xlim=(0, 1.1 * axes.get_xlim()[1]))
+        axes.set_title(f"{load[0]}\n{load[1]} jobs/h", fontsize="medium")
+        axes.set_yticks(range(len(POLICIES)), POLICIES)
+        axes.grid(alpha=0.3)
+    all_axes[0].invert_yaxis()
+    figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside right upper")
+    figure.savefig(FIGURES / "elastic.png")
+
+
 def tables(quick: bool) -> Iterable[Table]:
     if DATA.is_dir():
-        yield completion_table(quick)
+        completion = completion_table(quick)
+        if not quick:
+            draw(completion.rows)
+        yield completion
         yield week_table(quick)
     else:
         print(MISSING)

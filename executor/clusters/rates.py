@@ -134,6 +134,25 @@ def measured(table: RateTable, rates: Iterable[MeasuredRate], weight: float) -> 
     return replace(table, alone=alone, paired=paired)
 
 
+def corrected(believed: RateTable, true: RateTable, kind: int, worker: int) -> RateTable:
+    """The believed table with one of the true rates, the same table if it had it."""
+    rate = float(true.alone[kind, worker])
+    if believed.alone[kind, worker] == rate:
+        return believed
+    return measured(believed, [MeasuredRate(kind, None, worker, rate)], weight=1.0)
+
+
+RatePlace = tuple[str, str, int, str]
+"""What a rate is of: a model, an accelerator, how many of them, and their placement."""
+
+
+def place_of_rate(table: RateTable, kind: int, worker: int) -> RatePlace:
+    """What a rate of the table is of."""
+    here = table.workers[worker]
+    name, count = table.pool.names[here.accelerator], int(table.uses[kind, worker])
+    return table.kinds[kind][0], name, count, here.placement or "consolidated"
+
+
 def has_moved(table: RateTable, before: RateTable) -> bool:
     """Whether a rate differs enough from ``before`` to trigger a new target."""
     return any(

@@ -14,12 +14,13 @@ allocations are recomputed when jobs have arrived or completed, but not too ofte
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from stagewright.executor.clusters.outages import DownAccelerators, Outage, Peekable
+from stagewright.executor.clusters.rates import RatePlace, corrected, place_of_rate
 from stagewright.executor.clusters.rounds import Assignment, Mechanism
 from stagewright.executor.clusters.rules import ActiveJob, ClusterRules, quota_of, table_of
 from stagewright.executor.clusters.timeline import (
@@ -70,6 +71,7 @@ def simulate_cluster(
     window: range | None = None,
     entities: tuple[Entity, ...] = (),
     failures: Iterable[Outage] = (),
+    predicted: Throughputs | None = None,
     keep_assignments: bool = False,
     on_progress: OnProgress | None = None,
     stop: StopToken | None = None,
@@ -79,15 +81,17 @@ def simulate_cluster(
     Raises InputError if jobs are not in order of arrival, one has no throughput, or no job can run
     any more. ``window``: numbers of the jobs, by arrival, whose completion ends the simulation
     (default: all). ``failures``: in order of their start. A job whose accelerator fails loses the
-    round's steps. ``keep_assignments``: keep the assignments of every round. ``stop``: ends the
-    simulation after the current round once it is set.
+    round's steps. ``predicted``: what the policy takes each throughput for until a job, alone on
+    its accelerators, has made a step at it. ``keep_assignments``: keep the assignments of every
+    round. ``stop``: ends the simulation after the current round once it is set.
     """
     rules = rules or ClusterRules()
     if window is None:
         jobs = tuple(jobs)
     elastic = [job.kind for job in jobs if job.counts] if isinstance(jobs, Sequence) else []
     table = table_of(throughputs, pool, rules, elastic)
-    run = _ClusterRun(jobs, table, allocate, rules, entities, failures, window)
+    believed = table if predicted is None else table_of(predicted, pool, rules, elastic)
+    run = _ClusterRun(jobs, table, believed, allocate, rules, entities, failures, window)
     return run.run(keep_assignments, on_progress, stop)
 
 
@@ -96,13 +100,15 @@ class _ClusterRun:
         self,
         jobs: Iterable[Job],
         table: RateTable,
+        believed: RateTable,
         allocate: Allocate,
         rules: ClusterRules,
         entities: tuple[Entity, ...],
         failures: Iterable[Outage],
         window: range | None,
     ) -> None:
-        self.table, self.allocate, self.rules = table, allocate, rules
+        self.table, self.believed, self.allocate, self.rules = table, believed, allocate, rules
+        self.corrected: list[RatePlace] = []
         self.entities, self.window = entities, window
         self.entity_of = {entity.name: number for number, entity in enumerate(entities)}
         self.coming = Peekable(enumerate(jobs))
@@ -194,7 +200,7 @@ class _ClusterRun:
     def reset(self) -> None:
         """Allocate for the jobs in the cluster."""
         self.settle()
-        table = self.out_of_order.working(self.table)
+        table = self.out_of_order.working(self.believed)
         members = [one for one in self.active.values() if table.alone[one.kind].any()]
         before = self.mechanism.deviation()
         self.resets.append(Reset(self.now, len(members), before.shortfall, before.mean))
@@ -203,7 +209,8 @@ class _ClusterRun:
             allocation = self.allocate(problem)
             numbers = [one.number for one in members]
             self.mechanism.reset(problem, allocation, numbers)
-            self.isolated = dict(zip(numbers, problem.isolated_throughput().tolist(), strict=True))
+            true = replace(problem, table=self.out_of_order.working(self.table))
+            self.isolated = dict(zip(numbers, true.isolated_throughput().tolist(), strict=True))
             if self.rules.ideal:
                 self.speeds = dict(
                     zip(numbers, throughput(problem, allocation).tolist(), strict=True)
@@ -293,10 +300,19 @@ class _ClusterRun:
     ) -> None:
         for job, (steps, seconds) in zip(assignment.jobs, plan, strict=True):
             one = self.active[job]
+            if steps and len(assignment.jobs) == 1:
+                self.measure(one.kind, assignment.worker)
             one.left -= steps
             one.since_reset += steps
             if one.left <= DONE * one.job.steps:
                 self.complete(one, start + seconds)
+
+    def measure(self, kind: int, worker: int) -> None:
+        """Let the policy know a rate; a new allocation is due if it took it for another."""
+        known = corrected(self.believed, self.table, kind, worker)
+        if known is not self.believed:
+            self.believed, self.changed = known, True
+            self.corrected.append(place_of_rate(self.table, kind, worker))
 
     def complete(self, one: ActiveJob, finish: float) -> None:
         self.settle_one(one)
@@ -376,4 +392,5 @@ class _ClusterRun:
             self.renewals,
             self.renewable,
             interrupted=not self.finished(),
+            corrected=tuple(self.corrected),
         )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stagewright.executor.clusters.rates import RatePlace
 from stagewright.executor.clusters.rounds import Assignment
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.workloads.jobs import Job
@@ -73,7 +74,8 @@ class ClusterTimeline:
     """The record of a simulation: ``jobs`` in order of arrival, ``busy_seconds`` by type.
 
     ``accelerator`` is each worker type's accelerator, by its position in the pool. ``interrupted``:
-    a stop token ended the simulation before the jobs of its window were complete.
+    a stop token ended the simulation before the jobs of its window were complete. ``corrected``:
+    rates that the policy took for others until a job ran there, in this order.
     """
 
     pool: Pool
@@ -87,6 +89,7 @@ class ClusterTimeline:
     renewals: int
     renewable: int
     interrupted: bool = False
+    corrected: tuple[RatePlace, ...] = ()
 
     def durations(self, window: range | None = None, weight: float | None = None) -> Floats:
         """Completion times in seconds, of the jobs numbered in ``window`` and of ``weight``."""

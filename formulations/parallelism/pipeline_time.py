@@ -92,6 +92,7 @@ class StageCosts:
         self._known = _known_layers(
             problem, layout.split, layout.microbatch, self.is_split, layout.offload_blocks > 0
         )
+        self._exchanges: dict[Held, Exchange] = {}
 
     @property
     def is_split(self) -> bool:
@@ -170,7 +171,9 @@ class StageCosts:
         return max(work, moved) + self.problem.reached.contention * min(work, moved)
 
     def _exchange(self, of: Held) -> Exchange:
-        return exchange(self.problem, self.layout, of)
+        if of not in self._exchanges:
+            self._exchanges[of] = exchange(self.problem, self.layout, of)
+        return self._exchanges[of]
 
     def reduction(self, layers: Layers) -> float:
         """Seconds that the exchange of a rank's gradients and updated weights adds to an iteration.

@@ -1,6 +1,7 @@
 """The jobs that share a cluster: their remaining steps and their throughputs."""
 
 import itertools
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import field, replace
@@ -109,11 +110,27 @@ class Entity:
 
 
 @documents.record
+class Computed:
+    """How a rate was computed: for ``servers``, equally many accelerators on each.
+
+    A run is expected between ``..._low`` and ``..._high``; no layout of the search makes more than
+    ``bound_steps_per_second``. Where no ``layout`` fits there is a ``reason``.
+    """
+
+    servers: int
+    steps_per_second_low: float = 0.0
+    steps_per_second_high: float = 0.0
+    bound_steps_per_second: float | None = None
+    layout: str | None = None
+    reason: str | None = None
+
+
+@documents.record
 class Rate:
     """Steps per second of ``model`` on ``scale`` accelerators of one type.
 
     ``spread_steps_per_second`` is the rate on accelerators of different servers, if known; 0
-    means that the model does not run there.
+    means that the model does not run there. Rates without ``computed`` are measured.
     """
 
     model: str
@@ -121,6 +138,8 @@ class Rate:
     accelerator: str
     steps_per_second: float
     spread_steps_per_second: float | None = None
+    computed: Computed | None = None
+    spread_computed: Computed | None = None
 
     def __post_init__(self) -> None:
         place = f"rate of {self.model!r} x{self.scale} on {self.accelerator!r}: "
@@ -128,6 +147,19 @@ class Rate:
         require_amount(self.steps_per_second, place + "steps_per_second")
         if self.spread_steps_per_second is not None:
             require_amount(self.spread_steps_per_second, place + "spread_steps_per_second")
+        _require_range(place, self.steps_per_second, self.computed)
+        _require_range(place + "spread ", self.spread_steps_per_second, self.spread_computed)
+
+
+def _require_range(place: str, rate: float | None, how: Computed | None) -> None:
+    if how is None:
+        return
+    low, high = how.steps_per_second_low, how.steps_per_second_high
+    if rate is None or not 0 <= low <= rate <= high < math.inf:
+        raise InputError(
+            f"{place}computed from {low:g} to {high:g} steps per second, the rate is {rate}: leave "
+            "`computed` out where it is measured"
+        )
 
 
 @documents.record

@@ -27,6 +27,7 @@ from stagewright.service.clusters.answers import (
     MeasureAnswer,
     NewJobAnswer,
     PriceJobsAnswer,
+    computed_rates,
 )
 from stagewright.service.clusters.requests import (
     AllocateRequest,
@@ -212,7 +213,8 @@ def answer_of(
         duals=None if result.duals is None else result.duals.named(problem),
         one_more=_by_type(problem, result.one_more),
         allocation=None if plan is None else plan.shares,
-        prices=() if priced is None else priced.prices,
+        first=None if result.first is None else shares_of(problem, result.first),
+        prices=tuple(computed_rates((priced or request).workload.throughputs)),
         assumed=() if priced is None else priced.assumed,
         problem=problem,
         result=result,

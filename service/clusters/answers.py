@@ -1,6 +1,6 @@
 """Answers about the jobs of a cluster."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from stagewright.formulations.clusters.allocation import AllocationProblem
     from stagewright.formulations.clusters.allocation_plan import AllocationPlan
     from stagewright.formulations.parallelism.document import LayoutPlan
-    from stagewright.graphs.workloads.jobs import Workload
+    from stagewright.graphs.workloads.jobs import Throughputs, Workload
     from stagewright.solvers.clusters.policies import AllocationResult
 else:  # carried, not validated: their libraries are slow to import
     ClusterReport = ClusterTimeline = AllocationProblem = AllocationPlan = Any
@@ -60,17 +60,44 @@ class PriceJobsAnswer(Answer):
 
 def with_rates(workload: "Workload", prices: Iterable[ComputedRate]) -> "Workload":
     """The workload with computed rates in place of its trainings."""
-    from stagewright.graphs.workloads.jobs import Rate
+    from stagewright.graphs.workloads.jobs import Computed, Rate
 
-    found: dict[tuple[str, int, str], Rate] = {}
+    found = {(one.model, one.scale, one.accelerator): one for one in workload.throughputs.alone}
     for one in prices:
         key, rate = (one.model, one.count, one.accelerator), one.steps_per_second
+        how = Computed(**one.model_dump(include={*Computed.__dataclass_fields__}))
         if one.placement == "consolidated":
-            found[key] = Rate(*key, rate)
+            found[key] = Rate(*key, rate, computed=how)
         else:
-            found[key] = replace(found[key], spread_steps_per_second=rate)
-    alone = (*workload.throughputs.alone, *found.values())
+            found[key] = replace(found[key], spread_steps_per_second=rate, spread_computed=how)
+    alone = tuple(found.values())
     return replace(workload, throughputs=replace(workload.throughputs, alone=alone), trainings=())
+
+
+def computed_rates(throughputs: "Throughputs") -> Iterator[ComputedRate]:
+    """The rates that were computed, also before; what is not among them is measured."""
+    for one in throughputs.alone:
+        for placement, rate, how in (
+            ("consolidated", one.steps_per_second, one.computed),
+            ("spread", one.spread_steps_per_second, one.spread_computed),
+        ):
+            if how is not None:
+                yield ComputedRate.of(
+                    how,
+                    model=one.model,
+                    accelerator=one.accelerator,
+                    count=one.scale,
+                    placement=placement,
+                    steps_per_second=rate,
+                )
+
+
+def measured_rates(throughputs: "Throughputs") -> Iterator[str]:
+    """The rates that are measured while others are computed, in words."""
+    if any(one.computed for one in throughputs.alone):
+        for one in throughputs.alone:
+            if one.computed is None:
+                yield f"{one.model} on {one.scale} {one.accelerator}"
 
 
 class ShareAnswer(Answer):
@@ -165,7 +192,8 @@ class AllocateAnswer(Answer):
 
     ``one_more`` is how far one more accelerator of each type moves ``bound`` at most, where its
     duals say so. ``prices`` are the throughputs that were computed for trainings, with what was
-    ``assumed``.
+    ``assumed``. ``first`` is the part of the allocation that runs until the policy is asked again,
+    where that is not all of it.
     ``forecasts`` and the ``explained`` job are there if they were asked for.
     """
 
@@ -181,6 +209,7 @@ class AllocateAnswer(Answer):
     duals: dict[str, Any] | None
     one_more: dict[str, float] | None
     allocation: tuple[ShareAnswer, ...] | None
+    first: tuple[ShareAnswer, ...] | None = None
     prices: tuple[ComputedRate, ...] = ()
     assumed: tuple[str, ...] = ()
     forecasts: tuple[ForecastAnswer, ...] | None = None
@@ -222,8 +251,9 @@ class RoundFilesAnswer(Answer):
 class RoundsAnswer(Answer):
     """Rounds that realise an allocation, and how far they stay from it.
 
-    Of throughputs that were computed for trainings, ``assumed`` has what was assumed. ``launch``
-    has the launch files of the first round, if they were asked for.
+    ``prices`` are the throughputs that were computed for trainings, with what was ``assumed``;
+    ``measured`` names the others. ``launch`` has the launch files of the first round, if they were
+    asked for.
     """
 
     policy: str
@@ -231,6 +261,8 @@ class RoundsAnswer(Answer):
     rounds: tuple[tuple[AssignmentAnswer, ...], ...]
     mean_deviation: float
     largest_shortfall: float
+    prices: tuple[ComputedRate, ...] = ()
+    measured: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
     launch: RoundFilesAnswer | None = None
     accelerators: Annotated[tuple[str, ...], CARRIED]
@@ -246,12 +278,24 @@ class RunAnswer(Answer):
     end_seconds: float
 
 
+class DrawnRateAnswer(Answer):
+    """A true rate that was drawn, what it was predicted to be, and whether a job measured it."""
+
+    model: str
+    accelerator: str
+    count: int
+    placement: Literal["consolidated", "spread"]
+    predicted_steps_per_second: float
+    steps_per_second: float
+    measured: bool
+
+
 class SimulateClusterAnswer(Answer):
     """Statistics of a simulated cluster; None if no job completed.
 
     ``status`` is ``done``, or ``interrupted`` if the simulation was stopped before its end.
     ``runs`` are there if the request keeps the assignments. Of throughputs that were computed for
-    trainings, ``assumed`` has what was assumed.
+    trainings, ``assumed`` has what was assumed, and ``drawn`` what they were drawn to be.
     """
 
     status: str
@@ -274,6 +318,7 @@ class SimulateClusterAnswer(Answer):
     mean_deviation: Finite
     seconds: float
     assumed: tuple[str, ...] = ()
+    drawn: tuple[DrawnRateAnswer, ...] = ()
     runs: tuple[RunAnswer, ...] | None = None
     timeline: Annotated[ClusterTimeline, CARRIED]
 

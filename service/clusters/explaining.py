@@ -7,12 +7,7 @@ from time import monotonic
 
 import numpy as np
 
-from stagewright.formulations.clusters.allocation import (
-    accelerators_in_use,
-    accelerators_of_jobs,
-    problem_of,
-    throughput,
-)
+from stagewright.formulations.clusters.allocation import problem_of, throughput
 from stagewright.formulations.forms.answers import Deadline, StopToken
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import Job, Workload, counts_of
@@ -30,7 +25,7 @@ from stagewright.service.clusters.answers import (
 )
 from stagewright.service.clusters.requests import AllocateRequest, SimulateClusterRequest
 from stagewright.service.clusters.simulation import simulate_cluster
-from stagewright.service.clusters.told import WHOLE
+from stagewright.service.clusters.told import WHOLE, Holdings
 
 _MOST_NAMED = 3  # jobs in a sentence
 
@@ -109,13 +104,11 @@ def _explained(
     forecast: ForecastAnswer | None,
     stop: StopToken,
 ) -> JobAnswer:
-    problem, allocation = answer.problem, answer.result.allocation
-    assert allocation is not None
     job = next(one for one in request.workload.jobs if one.name == request.explain)
-    number = problem.names.index(job.name)
-    rate = float(throughput(problem, allocation)[number])
-    choices = tuple(_choices(request, answer, job, number))
-    occupancy = tuple(_occupancy(answer, number))
+    has, number = Holdings(answer), answer.problem.names.index(job.name)
+    rate, share = float(has.rates[number]), float(has.shares[number].sum())
+    choices = tuple(_choices(has, answer.prices, job, number))
+    occupancy = tuple(_occupancy(has, number))
     changes = tuple(_changes(request, answer.prices, job, stop))
     low, high = (
         rate + sum(
@@ -126,7 +119,6 @@ def _explained(
         )
         for name in ("low", "high")
     )  # fmt: skip
-    share = float(allocation.dense(len(problem), len(problem.table.workers))[number].sum())
     return JobAnswer(
         job=job.name,
         model=job.model,
@@ -143,17 +135,15 @@ def _explained(
 
 
 def _choices(
-    request: AllocateRequest, answer: AllocateAnswer, job: Job, number: int
+    has: Holdings, prices: tuple[ComputedRate, ...], job: Job, number: int
 ) -> Iterator[ChoiceAnswer]:
     """What the job has on each worker type that its counts allow."""
-    problem, allocation = answer.problem, answer.result.allocation
-    assert allocation is not None
-    table, pool = problem.table, request.pool.accelerators
-    shares = allocation.dense(len(problem), len(table.workers))[number]
+    problem, table = has.problem, has.problem.table
     computed = {(one.accelerator, one.count, one.placement): one
-                for one in answer.prices if one.model == job.model}  # fmt: skip
+                for one in prices if one.model == job.model}  # fmt: skip
     for column, worker in enumerate(table.workers):
-        count, here = int(problem.uses[number, column]), pool[worker.accelerator]
+        count = int(problem.uses[number, column])
+        here = table.pool.accelerators[worker.accelerator]
         if not count:
             continue
         rate = float(problem.rates[number, column])
@@ -170,29 +160,23 @@ def _choices(
             accelerator=here.name,
             count=count,
             placement=worker.placement,
-            share=float(shares[column]),
+            share=float(has.shares[number, column]),
             steps_per_second=rate,
             **found,
         )
 
 
-def _occupancy(answer: AllocateAnswer, number: int) -> Iterator[OccupancyAnswer]:
+def _occupancy(has: Holdings, number: int) -> Iterator[OccupancyAnswer]:
     """Who has the types of accelerators on which the job runs."""
-    problem, allocation = answer.problem, answer.result.allocation
-    assert allocation is not None
-    runs = {problem.table.accelerator[column] for column in np.flatnonzero(problem.rates[number])}
-    used, of_jobs = (find(problem, allocation) for find in (accelerators_in_use,
-                                                            accelerators_of_jobs))  # fmt: skip
-    for place, one in enumerate(problem.table.pool.accelerators):
-        if place not in runs:
-            continue
-        mine = np.flatnonzero(of_jobs[:, place] > 1e-9)
-        order = [job for job in mine[np.argsort(-of_jobs[mine, place])] if job != number]
+    for place in has.types_of(number):
+        one, held = has.problem.table.pool.accelerators[place], has.of_jobs[:, place]
+        mine = np.flatnonzero(held > 1e-9)
+        order = [job for job in mine[np.argsort(-held[mine])] if job != number]
         yield OccupancyAnswer(
             accelerator=one.name,
             count=one.count,
-            in_use=float(used[place]),
-            others={problem.names[job]: float(of_jobs[job, place]) for job in order},
+            in_use=float(has.in_use[place]),
+            others={has.problem.names[job]: float(held[job]) for job in order},
         )
 
 
@@ -226,7 +210,7 @@ def _taken(one: OccupancyAnswer) -> str:
     named = [f"{name} ({many:.3g})" for name, many in [*one.others.items()][:_MOST_NAMED]]
     more = len(one.others) - len(named)
     named += [f"{more} more"] if more else []
-    return f"{state}, by other jobs: {', '.join(named)}" if named else state
+    return f"{state}; other jobs have {', '.join(named)}" if named else state
 
 
 # --- What would change it ------------------------------------------------------------------------

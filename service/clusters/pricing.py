@@ -224,7 +224,7 @@ class _Searches:
         if before is None or before[0].devices < count:
             self.fabrics[name] = fabric, layouts.problem.rates.name
         try:
-            answer = find_layouts(layouts, stop=self.stop)
+            answer = find_layouts(layouts, stop=self.stop, surest=False)
         except InputError as error:
             return {"reason": str(error)}
         if is_stopped(self.stop):

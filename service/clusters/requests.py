@@ -294,12 +294,17 @@ class SimulateClusterRequest(_PolicyRequest):
     """Hours that a repair takes."""
     seed: int = 0
     """Seed of all random choices."""
+    drawn_rates: bool = False
+    """True rates are drawn from the ranges of computed ones; the policy learns each when a job has
+    run at it."""
     keep_assignments: bool = False
     """Whether the answer has the assignments of every round."""
 
     @model_validator(mode="after")
     def _require_sense(self) -> Self:
         require_seed(self.seed, "seed")
+        if self.drawn_rates and (self.ideal or self.workload is None):
+            raise InputError("drawn_rates are of a workload in rounds, not ideal or of arrivals")
         if (self.workload is None) == (self.arrivals is None):
             raise InputError("give either a workload or arrivals")
         for name in ("round_seconds", "reset_seconds", "repair_hours"):

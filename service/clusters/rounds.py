@@ -24,6 +24,8 @@ from stagewright.service.clusters.answers import (
     AssignmentAnswer,
     PriceJobsAnswer,
     RoundsAnswer,
+    computed_rates,
+    measured_rates,
 )
 from stagewright.service.clusters.requests import RoundsRequest
 from stagewright.solvers.clusters.policies import allocate as solve
@@ -106,12 +108,15 @@ def _realised(
 
         elapsed = history.elapsed + request.round_seconds
         launch = launched(request, source, tuple(history.after(made[0])), elapsed, priced)
+    throughputs = (priced or request).workload.throughputs
     return RoundsAnswer(
         policy=source.policy,
         round_seconds=request.round_seconds,
         rounds=tuple(tuple(_assignment(problem, one) for one in each) for each in made),
         mean_deviation=deviation.mean,
         largest_shortfall=deviation.shortfall,
+        prices=tuple(computed_rates(throughputs)),
+        measured=tuple(measured_rates(throughputs)),
         assumed=() if priced is None else priced.assumed,
         launch=launch,
         accelerators=problem.table.pool.names,

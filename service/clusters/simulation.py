@@ -1,12 +1,14 @@
 """Simulated clusters: a workload, or jobs that arrive without end, under a policy."""
 
-from collections.abc import Callable, Iterable
+import random
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from stagewright.executor.clusters.outages import outages
+from stagewright.executor.clusters.rates import RatePlace
 from stagewright.executor.clusters.rules import MOST_ROUNDS, ClusterRules
 from stagewright.executor.clusters.simulation import ClusterState
 from stagewright.executor.clusters.simulation import simulate_cluster as simulate
@@ -23,7 +25,14 @@ from stagewright.service.clusters.allocating import (
     require_trainings,
     with_throughputs,
 )
-from stagewright.service.clusters.answers import RunAnswer, SimulateClusterAnswer
+from stagewright.service.clusters.answers import (
+    ComputedRate,
+    DrawnRateAnswer,
+    RunAnswer,
+    SimulateClusterAnswer,
+    computed_rates,
+    with_rates,
+)
 from stagewright.service.clusters.requests import ArrivalsRequest, SimulateClusterRequest
 from stagewright.solvers.clusters.policies import policy_named, require_policy
 
@@ -47,6 +56,10 @@ def simulate_cluster(
     _require_simulable(request)
     rules = _rules(request)
     jobs, table, entities = _jobs(request)
+    predicted, true = None, list[ComputedRate]()
+    if request.drawn_rates and request.workload is not None:
+        predicted, true = table, _true_rates(table, request.seed)
+        table = with_rates(request.workload, true).throughputs
     failures: Iterable[Any] = ()
     if request.hours_to_failure is not None:
         mean, repair = request.hours_to_failure * HOUR, request.repair_hours * HOUR
@@ -61,6 +74,7 @@ def simulate_cluster(
         window=window,
         entities=entities,
         failures=failures,
+        predicted=predicted,
         keep_assignments=request.keep_assignments,
         on_progress=on_progress,
         stop=stop,
@@ -69,7 +83,8 @@ def simulate_cluster(
     if request.arrivals is not None and request.arrivals.load is not None:
         load = LOADS[request.arrivals.load]
         assumed += (f"load of {load.source}", f"load: {load.assumed}; arrivals are Poisson")
-    return _answer(request.policy, found, window, request.keep_assignments, assumed)
+    drawn = () if predicted is None else tuple(_drawn(predicted, true, found.corrected))
+    return _answer(request.policy, found, window, request.keep_assignments, assumed, drawn)
 
 
 def require_simulable(request: SimulateClusterRequest) -> None:
@@ -97,6 +112,30 @@ def _require_simulable(request: SimulateClusterRequest) -> None:
         fastest = problem.table.alone.max(axis=1)[problem.kind]
         rounds = float((problem.steps / fastest).max()) / request.round_seconds
         _rules(request).require_one_more(int(min(rounds, MOST_ROUNDS)))
+
+
+def _true_rates(predicted: Throughputs, seed: int) -> list[ComputedRate]:
+    """The computed rates as they are in truth, each drawn evenly from its range."""
+    draw = random.Random(seed)
+    found = list(computed_rates(predicted))
+    if not found:
+        raise InputError("drawn_rates: no throughput of the workload is computed, and has a range")
+    for number, one in enumerate(found):
+        rate = draw.uniform(one.steps_per_second_low, one.steps_per_second_high)
+        found[number] = one.model_copy(update={"steps_per_second": rate})
+    return found
+
+
+def _drawn(
+    predicted: Throughputs, true: Iterable[ComputedRate], corrected: Collection[RatePlace]
+) -> Iterator[DrawnRateAnswer]:
+    """The rates that were drawn, and which of them the policy has learned."""
+    for one, drawn in zip(computed_rates(predicted), true, strict=True):
+        yield DrawnRateAnswer.of(
+            drawn,
+            predicted_steps_per_second=one.steps_per_second,
+            measured=(one.model, one.accelerator, one.count, one.placement) in corrected,
+        )
 
 
 def _rules(request: SimulateClusterRequest) -> ClusterRules:
@@ -139,6 +178,7 @@ def _answer(
     window: range | None,
     keeps: bool,
     assumed: tuple[str, ...],
+    drawn: tuple[DrawnRateAnswer, ...],
 ) -> SimulateClusterAnswer:
     durations, fairness = found.durations(window), found.fairness(window)
     weights = sorted({outcome.job.weight for outcome in found.jobs})
@@ -165,6 +205,7 @@ def _answer(
         allocations=len(found.resets),
         mean_deviation=float(np.mean(deviations)) if deviations else None,
         assumed=assumed,
+        drawn=drawn,
         runs=_runs(found) if keeps else None,
         timeline=found,
     )

@@ -1,21 +1,42 @@
 """Tables of answers about jobs, as commands and pages show them."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from stagewright.formulations.clusters.allocation import accelerators_in_use, throughput
+from stagewright.formulations.clusters.allocation import (
+    accelerators_in_use,
+    accelerators_of_jobs,
+    throughput,
+)
 from stagewright.graphs.documents.units import format_duration
 from stagewright.service.answers import AnswerTable
 from stagewright.service.clusters.answers import (
     AllocateAnswer,
     ChoiceAnswer,
+    ComputedRate,
     ForecastAnswer,
     JobAnswer,
 )
 
 WHOLE = 1 - 1e-6  # of a share, a rate or the accelerators: solvers' rounding
+
+
+def prices_table(prices: Sequence[ComputedRate]) -> AnswerTable:
+    """The throughputs that were computed for trainings."""
+    head = ("<training", "<on", "count", "servers", "steps/s", "range", "at most", "<layout")
+    rows = [
+        (
+            one.model, one.accelerator, str(one.count), str(one.servers),
+            f"{one.steps_per_second:.4g}",
+            f"{one.steps_per_second_low:.4g} to {one.steps_per_second_high:.4g}"
+            if one.layout else "-",
+            "-" if one.bound_steps_per_second is None else f"{one.bound_steps_per_second:.4g}",
+            one.layout or one.reason or "",
+        )
+        for one in prices
+    ]  # fmt: skip
+    return AnswerTable("Computed throughputs", head, rows)
 
 
 def forecast_table(forecasts: Sequence[ForecastAnswer]) -> AnswerTable:
@@ -106,27 +127,38 @@ def _choice(one: ChoiceAnswer) -> tuple[str, ...]:
     )
 
 
+class Holdings:
+    """What the jobs of an allocation have: arrays by job and worker type, or accelerator type."""
+
+    def __init__(self, answer: AllocateAnswer) -> None:
+        self.problem, allocation = answer.problem, answer.result.allocation
+        assert allocation is not None
+        self.shares = allocation.dense(len(self.problem), len(self.problem.table.workers))
+        self.rates = throughput(self.problem, allocation)
+        self.in_use = accelerators_in_use(self.problem, allocation)
+        self.of_jobs = accelerators_of_jobs(self.problem, allocation)
+
+    def types_of(self, job: int) -> list[int]:
+        """The types of accelerators on which a job runs, by their positions."""
+        return sorted({*self.problem.table.accelerator[self.problem.rates[job] > 0].tolist()})
+
+
 def jobs_table(answer: AllocateAnswer) -> AnswerTable:
     """Shares of the time of each job, its rate, when it is done, and what it waits for."""
-    problem, allocation = answer.problem, answer.result.allocation
-    assert allocation is not None
-    table, kinds = problem.table, problem.table.pool.names
-    shares = allocation.dense(len(problem), len(table.workers))
-    rates, best = throughput(problem, allocation), problem.best_rates()
-    is_full = accelerators_in_use(problem, allocation) >= WHOLE * table.counts
+    has = Holdings(answer)
+    problem, shares, rates = has.problem, has.shares, has.rates
+    table, kinds, best = problem.table, problem.table.pool.names, problem.best_rates()
+    is_full = has.in_use >= WHOLE * table.counts
     done = {one.job: one for one in answer.forecasts or ()}
     rows = []
     for job, name in enumerate(problem.names):
-        of_kinds = defaultdict[int, float](float)
-        for worker in np.flatnonzero(shares[job]):
-            of_kinds[table.accelerator[worker]] += shares[job, worker]
-        full = {table.accelerator[it] for it in np.flatnonzero(problem.rates[job])}
-        taken = ", ".join(kinds[it] for it in sorted(full) if is_full[it])
+        of_kinds = np.bincount(table.accelerator, shares[job], len(kinds))
+        taken = ", ".join(kinds[it] for it in has.types_of(job) if is_full[it])
         forecast = done.get(name)
         rows.append(
             (
                 name,
-                *(f"{of_kinds[it]:.2%}" if of_kinds[it] else "" for it in range(len(kinds))),
+                *(f"{share:.2%}" if share else "" for share in of_kinds),
                 f"{shares[job].sum():.2%}",
                 f"{rates[job]:.4g}",
                 "" if forecast is None else _after(forecast.seconds),

@@ -67,7 +67,8 @@ class Searches:
 
     def search(self, problem: TrainingProblem, keep: int, **options: Any) -> FoundLayouts:
         """The best layouts of a problem in the request's space."""
-        rules: dict[str, Any] = {"accept": self.accepts, "known": self.knows}
+        known = None if self.request.prefer == "fastest" else self.knows
+        rules: dict[str, Any] = {"accept": self.accepts, "known": known}
         try:
             return search(problem, self.request.searched, keep=keep, **rules, **options)
         except InputError:
@@ -109,8 +110,12 @@ def find_layouts(
     request: LayoutRequest,
     on_progress: OnProgress = silent,
     stop: StopToken | None = None,
+    *,
+    surest: bool = True,
 ) -> LayoutAnswer:
     """The fastest layouts that are found in the request's time, unless ``stop`` is set before.
+
+    Without ``surest`` no other layout is looked for where the best has prices that are not known.
 
     Raises
     ------
@@ -155,7 +160,7 @@ def find_layouts(
     if not (best or front or too_large or is_stopped(deadline) or request.explain):
         raise InputError(searches.nothing())
     answered = found.best[0] if found.best else best
-    surest, remarks = _known_prices(searches, best, deadline)
+    sure, remarks = _known_prices(searches, best, deadline) if surest else (None, ())
     remarks += tuple(f"less sure: {one}" for one in unmeasured_work(problem))
     if deadline.is_set() or not by_time.proved:
         remarks += () if is_stopped(stop) else (_LATE.format(limit),)
@@ -169,7 +174,7 @@ def find_layouts(
         plan_class=bound.space,
         rows=tuple(_rows(request, found, ranking)),
         fastest_rows=found.fastest,
-        surest=None if surest is None else layout_row(problem, surest, best or surest),
+        surest=None if sure is None else layout_row(problem, sure, best or sure),
         refined=None if refined is None else refined.answer,
         explained=None
         if request.explain is None

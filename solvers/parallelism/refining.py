@@ -92,7 +92,7 @@ def search(
     memory_bytes: float | None = None,
     accept: Callable[[Layout], bool] = lambda _: True,
     alike: Callable[[Layout], Hashable] = lambda layout: layout,
-    known: Callable[[Layout], bool] = lambda _: True,
+    known: Callable[[Layout], bool] | None = None,
     stop: StopToken | None = None,
 ) -> FoundLayouts:
     """The ``keep`` fastest layouts that fit, of which ``FoundLayouts.fastest`` are proved to be so.

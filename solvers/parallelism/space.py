@@ -36,6 +36,18 @@ Counts = Callable[[int], Sequence[int]]
 """Of so many blocks of a stage, how many may be recomputed, ascending."""
 
 
+def least_place(counts: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """The place of the first count that fits, if all after it do; None if none fits.
+
+    The ends are asked first: mostly nothing needs to be recomputed, or even all is too little.
+    """
+    if fits(counts[0]):
+        return 0
+    if not fits(counts[-1]):
+        return None
+    return bisect_left(counts, True, lo=1, hi=len(counts) - 1, key=fits)
+
+
 @dataclass(frozen=True, slots=True)
 class StageOption:
     """A stage with some blocks: seconds of a microbatch, of its exchange and of its update.
@@ -95,12 +107,10 @@ class StageOptions:
         counts = self.counts(count)
         ends = stage == 0, stage == self.stages - 1
         kept = float(self.kept[stage])
-        place = bisect_left(
-            counts,
-            True,
-            key=lambda again: self._peak((*ends, start, count, again), kept) <= self.memory,
+        place = least_place(
+            counts, lambda again: self._peak((*ends, start, count, again), kept) <= self.memory
         )
-        if place == len(counts):
+        if place is None:
             return None
         key = (*ends, start, count, counts[place])
         if key not in self._seconds:

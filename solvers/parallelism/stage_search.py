@@ -174,15 +174,22 @@ class StageSearch:
             low[0] = self.blocks
         spare = self.blocks - int(low.sum())
         high = low.copy()
+        more = spare
         for stage in range(self.stages):
-            high[stage] += self._most(stage, int(low[stage]), spare)
+            more = self._most(stage, int(low[stage]), spare, more)
+            high[stage] += more
         return self._summed(_Box(low, high))
 
-    def _most(self, stage: int, low: int, spare: int) -> int:
-        """How many more than ``low`` a stage can have; -1 if not even these."""
-        least, most = -1, spare
+    def _most(self, stage: int, low: int, spare: int, guess: int) -> int:
+        """How many more than ``low`` a stage can have; -1 if not even these.
+
+        Mostly as many as the ``guess``, those of the stage before.
+        """
+        least, most, guesses = -1, spare, [guess + 1, guess]
         while least < most:
-            middle = (least + most + 1) // 2
+            middle = guesses.pop() if guesses else (least + most + 1) // 2
+            if not least < middle <= most:
+                continue
             if self._alone(stage, low + middle):
                 least = middle
             else:

@@ -39,6 +39,7 @@ from stagewright.solvers.parallelism.space import (
     Space,
     blocks_recomputed,
     chosen,
+    least_place,
     plainest,
     simple_first,
     with_recomputed,
@@ -74,9 +75,9 @@ class Tree:
         memory_bytes: float | None,
         accept: Callable[[Layout], bool],
         alike: Callable[[Layout], Hashable],
-        known: Callable[[Layout], bool],
+        known: Callable[[Layout], bool] | None,
     ) -> None:
-        self.accept, self.alike, self.known = accept, alike, known
+        self.accept, self.alike, self._known = accept, alike, known
         self.problem, self.space, self.keep = problem, space, keep
         self._offload: list[Recompute] = [OFFLOAD] if space.offloads(problem) else []
         self.memory = problem.fabric.memory_bytes if memory_bytes is None else memory_bytes
@@ -89,6 +90,10 @@ class Tree:
         self.postponed: list[_Child] = []
         self._tables: dict[tuple[int, ScheduleForm], tuple[DivisionTable, DivisionGroups]] = {}
         self._sizes: dict[tuple[int, int, Schedule], Sized | None] = {}
+
+    def known(self, layout: Layout) -> bool:
+        """Whether the prices of the layout's degrees, placement and ZeRO stage are known."""
+        return self._known is None or self._known(layout)
 
     @property
     def worst(self) -> float:
@@ -266,7 +271,7 @@ class Tree:
         differs = choice.bounds.allowed
         if keeping.zero > min(self.space.zero):
             differs = differs & ~choice.bounds.alone  # with something that ZeRO divides
-        if keeping.zero < 2:
+        if keeping.zero < 2 or self._known is None:
             return differs  # the degrees are known
         found, pipeline = np.zeros_like(differs), choice.bounds.table.pipeline
         for one in np.unique(pipeline[differs]):
@@ -343,12 +348,8 @@ class Tree:
             return layout if self._may_fit(layout) else None
         low, most = some
         with_blocks = partial(with_recomputed, layout, most=most)
-        if not self._may_fit(with_blocks(most)):
-            return None
-        fewer = range(low, most)
-        return with_blocks(
-            low + bisect_left(fewer, 1, key=lambda blocks: self._may_fit(with_blocks(blocks)))
-        )
+        place = least_place(range(low, most + 1), lambda blocks: self._may_fit(with_blocks(blocks)))
+        return None if place is None else with_blocks(low + place)
 
     def _accepted(self, layout: Layout, some: tuple[int, int] | None) -> Layout | None:
         """The layout if accepted, else the layout that recomputes all blocks, if accepted."""

@@ -28,6 +28,7 @@ class _BlockSums:
         self.ends = float(of_layers[0]), float(of_layers[-1])
         self.total = float(of_layers.sum())
         self.before = np.concatenate(([0.0], np.cumsum(of_layers[1:-1])))
+        self.are_alike = bool((of_layers[1:-1] == of_layers[1]).all())
 
     @cached_property
     def _sums(self) -> Floats:
@@ -44,12 +45,12 @@ class _BlockSums:
 
     @cached_property
     def _most(self) -> Floats:
-        found: Floats = np.nanmax(self._sums, axis=1)
+        found: Floats = self.before if self.are_alike else np.nanmax(self._sums, axis=1)
         return found
 
     def least(self, number: Ints, start: Ints | int = 0) -> Floats:
         """The least sum of ``number`` consecutive blocks that begin at ``start`` or later."""
-        found: Floats = self._least[number, start]
+        found: Floats = self.before[number] if self.are_alike else self._least[number, start]
         return found
 
     def without(self, number: Ints) -> Floats:

@@ -293,8 +293,10 @@ def test_trainings_are_computed(tmp_path: Path):
     assert allocated["prices"] == found["prices"]
     assert allocated["assumed"] == found["assumed"]
     plain = as_json("allocate", "--jobs", priced, "--cluster", "h100=2,a100=2")
-    assert (plain["prices"], plain["allocation"]) == ([], allocated["allocation"])
+    assert (plain["prices"], plain["allocation"]) == (found["prices"], allocated["allocation"])
     realised = answered("rounds", *there, "--allocation", tmp_path / "allocation.json")
     assert "computed for h100" in realised
     assert "computed for h100" in answered("simulate-cluster", *there)
+    drawn = answered("simulate-cluster", "--jobs", priced, *there[2:], "--drawn-rates")
+    assert "from the ranges of 2 computed ones; the policy learned 1 when" in drawn
     assert "no trainings" in refused("price-jobs", *there[2:], "--jobs", priced)

@@ -1,11 +1,17 @@
 """The simulator: cases by hand, its rules, and published figures."""
 
 import math
+import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from profiles import examples
+from strategies_allocation import Case, random_case
 from tokens import After
 
 from stagewright.executor.clusters.outages import Outage, outages
@@ -67,6 +73,46 @@ def test_one_job_by_hand() -> None:
     assert timeline.dollars == pytest.approx(1.0)
     assert timeline.fairness() == pytest.approx([1.0])
     assert (timeline.renewals, timeline.renewable) == (2, 2)
+
+
+@examples(30)
+@given(random_case(space_sharing=False), st.integers(0, 99))
+def test_a_policy_knows_a_rate_once_a_job_has_run_at_it(case: Case, seed: int) -> None:
+    rng, true = random.Random(seed), case.workload.throughputs
+    wrong = [
+        replace(one, steps_per_second=one.steps_per_second * rng.choice((0.5, 1.0, 3.0)))
+        for one in true.alone
+    ]
+    rules = ClusterRules(round_seconds=1.0, reset_seconds=2.0, placement=False)
+    seen: list[AllocationProblem] = []
+    when: list[float] = []
+
+    def policy(problem: AllocationProblem) -> Allocation:
+        seen.append(problem)
+        return by_policy("max-min")(problem)
+
+    def run(predicted: Throughputs | None) -> ClusterTimeline:
+        return simulate_cluster(
+            case.workload.jobs, true, case.pool, policy, rules, predicted=predicted,
+            keep_assignments=True, on_progress=lambda state: when.append(state.seconds),
+        )  # fmt: skip
+
+    plain = run(None)
+    truth = seen[0].table.alone
+    same = run(true)
+    assert completions(same) == completions(plain)
+    assert plain.corrected == same.corrected == ()
+    seen.clear()
+    when.clear()
+    learned = run(Throughputs(tuple(wrong)))
+    jobs = case.workload.jobs
+    for problem, now in zip(seen, when, strict=True):
+        ran = np.zeros(truth.shape, dtype=bool)
+        for one in learned.rounds:
+            for it in one.assignments if one.end_seconds <= now else ():
+                ran[problem.table.index[jobs[it.jobs[0]].kind], it.worker] = True
+        assert (problem.table.alone[ran] == truth[ran]).all()
+        assert (problem.table.alone[~ran] == seen[0].table.alone[~ran]).all()
 
 
 @pytest.mark.parametrize("rules", [ClusterRules(), ClusterRules(ideal=True)])

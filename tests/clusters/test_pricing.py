@@ -27,7 +27,11 @@ from stagewright.graphs.workloads.jobs import (
 from stagewright.graphs.workloads.pool import parse_pool
 from stagewright.service.clusters import pricing
 from stagewright.service.clusters.allocating import allocate
-from stagewright.service.clusters.answers import AllocateAnswer, PriceJobsAnswer
+from stagewright.service.clusters.answers import (
+    AllocateAnswer,
+    PriceJobsAnswer,
+    computed_rates,
+)
 from stagewright.service.clusters.pricing import price_jobs
 from stagewright.service.clusters.requests import AllocateRequest, PriceJobsRequest
 from stagewright.service.jobs.kinds import KINDS, parse_request
@@ -123,6 +127,31 @@ def test_measured_throughputs_are_kept_and_the_rest_is_computed() -> None:
     ]  # fmt: skip
     result = stagewright.allocate(jobs, pool)
     assert result.bound == pytest.approx(stagewright.allocate(answer.workload, pool).bound)
+    for one in (jobs, answer.workload):
+        realised = stagewright.rounds(one, pool, rounds=2)
+        assert (realised.prices, realised.measured) == (answer.prices, ("small on 2 h100",))
+    alone = tuple(replace(one, computed=None) for one in answer.workload.throughputs.alone)
+    known = [replace(one, throughputs=Throughputs(alone)) for one in (jobs, answer.workload)]
+    true = [stagewright.rounds(one, pool, rounds=2) for one in known]
+    assert true[0] == true[1]
+    assert (true[0].prices, true[0].measured) == ((), ())
+
+
+def test_true_rates_are_drawn_from_the_ranges_and_learned() -> None:
+    jobs, pool = priced("h100=2,a100=2", 1, 1, 2).workload, parse_pool("h100=2,a100=2")
+    found = stagewright.simulate_cluster(pool, jobs, drawn_rates=True)
+    again = stagewright.simulate_cluster(pool, jobs, drawn_rates=True)
+    assert found.drawn == again.drawn
+    assert any(one.measured for one in found.drawn)
+    for one, price in zip(found.drawn, computed_rates(jobs.throughputs), strict=True):
+        assert one.predicted_steps_per_second == price.steps_per_second
+        low, high = price.steps_per_second_low, price.steps_per_second_high
+        assert low <= one.steps_per_second <= high
+    alone = tuple(replace(one, computed=None) for one in jobs.throughputs.alone)
+    measured = replace(jobs, throughputs=Throughputs(alone))
+    for wrong, ideal in ((jobs, True), (measured, False)):
+        with pytest.raises(InputError, match="drawn_rates"):
+            stagewright.simulate_cluster(pool, wrong, drawn_rates=True, ideal=ideal)
 
 
 def test_a_job_may_run_on_any_of_its_counts_that_fits() -> None:

@@ -131,6 +131,16 @@ def test_rounds_are_on_accelerators_until_their_jobs_change() -> None:
     request, answer, shown = answered("rounds")
     (drawn,) = (one["timeline"] for one in shown["timelines"])
     hours = request.get("round_seconds", 360.0) / 3600
+    (jobs,) = shown["tables"]
+    assert jobs["head"][-2:] == ["time of v100", "time of p100"]
+    for name, waits, _, *times in jobs["rows"]:
+        ran = [r for r, assigned in enumerate(answer["rounds"])
+               if any(name in one["jobs"] for one in assigned)]  # fmt: skip
+        assert waits == (f"{ran[0] * hours:.4g} h" if ran else "does not run")
+        for kind, time in zip(("v100", "p100"), times, strict=True):
+            held = sum(len(one["numbers"]) for assigned in answer["rounds"] for one in assigned
+                       if name in one["jobs"] and one["accelerator"] == kind)  # fmt: skip
+            assert time == (f"{held * hours:.4g} h" if held else "")
     by_round = [
         {
             accelerator_of(request, one["accelerator"], number): " + ".join(one["jobs"])

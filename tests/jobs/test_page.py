@@ -274,6 +274,20 @@ def test_a_dropped_configuration_is_planned_and_a_layout_explained(
 
 
 @in_a_browser
+def test_a_job_of_an_allocation_is_chosen_to_be_explained(site: Site) -> None:
+    browser = site.browser
+    go(browser, "new/allocate", "document.querySelector('form.request')")
+    browser.run("document.querySelector('[name=example]').click()")
+    browser.await_that("document.body.innerText.includes('8 jobs')")
+    browser.run("document.querySelector('form.request').requestSubmit()")
+    browser.await_that("document.querySelector('td button')?.innerText === 'transformer-0'")
+    browser.run("document.querySelector('td button').click()")
+    browser.await_that("document.querySelector('h2')?.textContent === 'Why transformer-0?'")
+    assert browser.run("document.querySelector('#problem').textContent") == ""
+    assert browser.errors == []
+
+
+@in_a_browser
 def test_a_run_is_told_to_a_tuning(site: Site) -> None:
     browser = site.browser
     go(browser, "new/tune-read", "document.querySelector('form.request')")

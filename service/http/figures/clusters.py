@@ -2,20 +2,25 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 
 from stagewright.executor.drawing.lanes import BarRun, Drawing, runs_drawing
 from stagewright.graphs.workloads.jobs import Workload
 from stagewright.graphs.workloads.pool import Pool
 from stagewright.service.answers import AnswerTable
-from stagewright.service.clusters.answers import AllocateAnswer
+from stagewright.service.clusters.answers import AllocateAnswer, ComputedRate
 from stagewright.service.clusters.requests import (
     AllocateRequest,
     RoundsRequest,
     SimulateClusterRequest,
 )
-from stagewright.service.clusters.told import job_lines, job_tables, jobs_table
+from stagewright.service.clusters.told import (
+    job_lines,
+    job_tables,
+    jobs_table,
+    prices_table,
+)
 from stagewright.service.http.figures.tables import HOUR, Figures, Told, facts, titled, written
 from stagewright.service.requests import Request
 from stagewright.service.whole_answers import read
@@ -48,13 +53,8 @@ def allocate(request: Request, answer: Told) -> Figures:
         *(() if why is None else job_tables(why)),
         *jobs,
         AnswerTable("Utilisation", ("<accelerator", "utilisation"), used),
-        titled("Computed throughputs", answer["prices"], {
-            "<training": "model", "<accelerator": "accelerator", "accelerators": "count number",
-            "servers": "servers number", "steps/s": "steps_per_second number",
-            "at least": "steps_per_second_low number", "at most": "steps_per_second_high number",
-            "<layout": "layout", "<why none": "reason",
-        }),
-    )  # fmt: skip
+        prices_table(found.prices),
+    )
     title = "Accelerators that each job has on average"
     drawn = runs_drawing(lanes, scales, "accelerators")
     return Figures(
@@ -70,22 +70,57 @@ def allocate(request: Request, answer: Told) -> Figures:
 def rounds(request: Request, answer: Told) -> Figures:
     """Rounds that realise an allocation, by accelerator."""
     assert isinstance(request, RoundsRequest)
+    length = written(answer["round_seconds"], "seconds")
     numbers = [
-        (
-            written(len(answer["rounds"]), "number"),
-            f"rounds of {written(answer['round_seconds'], 'seconds')}",
-        ),
+        (written(len(answer["rounds"]), "number"), f"rounds of {length}"),
         (written(answer["mean_deviation"], "number"), "mean deviation from the allocation"),
         (written(answer["largest_shortfall"], "number"), "largest shortfall"),
     ]
-    runs = _places(request.pool)
+    runs, held = _places(request.pool), Held()
     for r, assigned in enumerate(answer["rounds"]):
         start, end = (t * answer["round_seconds"] for t in (r, r + 1))
         for one in assigned:
+            many = len(one["numbers"])
+            held += [(job, one["accelerator"], many, start, end) for job in one["jobs"]]
             for number in one["numbers"]:
                 _prolong(runs[one["accelerator"], number], " + ".join(one["jobs"]), start, end)
     drawn = _by_accelerator(runs, request.pool, request.workload)
-    return Figures(numbers, timelines=[("Rounds by accelerator", drawn)])
+    names = [job.name for job in request.workload.jobs]
+    prices = [ComputedRate.model_validate(one) for one in answer["prices"]]
+    lines = [*answer["assumed"]]
+    if answer["measured"]:
+        lines.append(f"measured, the others computed: {', '.join(answer['measured'])}")
+    return Figures(
+        numbers,
+        (_jobs_table(held, request.pool, dict.fromkeys(names, 0.0)), prices_table(prices)),
+        [("Rounds by accelerator", drawn)],
+        lines=lines,
+    )
+
+
+Held = list[tuple[str, str, int, float, float]]
+"""Job, type of accelerators, how many, from when until when in seconds."""
+
+
+def _jobs_table(held: Held, pool: Pool, arrivals: Mapping[str, float]) -> AnswerTable:
+    """How long each job waits, and when and how long it has accelerators of each type."""
+    of_jobs: dict[str, Held] = defaultdict(list)
+    for one in held:
+        of_jobs[one[0]].append(one)
+    rows = []
+    for job, arrival in arrivals.items():
+        its, hours = of_jobs[job], dict.fromkeys(pool.names, 0.0)
+        for _, kind, many, start, end in its:
+            hours[kind] += many * (end - start)
+        first = min((start for *_, start, _ in its), default=None)
+        rows.append((
+            job,
+            "does not run" if first is None else written(first - arrival, "hours"),
+            written(max((end for *_, end in its), default=None), "hours"),
+            *(written(one, "hours") if one else "" for one in hours.values()),
+        ))  # fmt: skip
+    head = ("<job", "waits at first", "runs until", *(f"time of {name}" for name in pool.names))
+    return AnswerTable("When each job runs, and its time of accelerators", head, rows)
 
 
 def _places(pool: Pool) -> Runs:
@@ -139,17 +174,27 @@ def simulate_cluster(request: Request, answer: Told) -> Figures:
         (weight, written(seconds, "hours"))
         for weight, seconds in answer["mean_jct_seconds_by_weight"].items()
     ]
-    runs = _places(request.pool)
+    runs, held = _places(request.pool), Held()
     for one in answer.get("runs") or ():
-        jobs = " + ".join(one["jobs"])
-        run = BarRun(jobs, one["start_seconds"], one["end_seconds"])
-        runs[one["accelerator"], one["number"]].append(run)
+        start, end = one["start_seconds"], one["end_seconds"]
+        held += [(job, one["accelerator"], 1, start, end) for job in one["jobs"]]
+        runs[one["accelerator"], one["number"]].append(BarRun(" + ".join(one["jobs"]), start, end))
+    given = () if request.workload is None else request.workload.jobs
+    jobs = _jobs_table(held, request.pool, {one.name: one.arrival_seconds for one in given})
     tables = (
+        *([jobs] if held else []),
         AnswerTable("Completion times", ("<share of the jobs", "within"), times),
         AnswerTable("Mean completion times by weight", ("<weight", "mean"), weights),
-    )
+        titled("Drawn throughputs", answer["drawn"], {
+            "<training": "model", "<accelerator": "accelerator", "accelerators": "count number",
+            "predicted steps/s": "predicted_steps_per_second number",
+            "true steps/s": "steps_per_second number",
+            "<known": lambda one: "measured" if one["measured"] else "no job ran there",
+        }),
+    )  # fmt: skip
     drawn = _by_accelerator(runs, request.pool, request.workload)
-    return Figures(numbers, tables, [("Jobs by accelerator", drawn)] if any(runs.values()) else ())
+    shown = [("Jobs by accelerator", drawn)] if held else ()
+    return Figures(numbers, tables, shown, lines=answer["assumed"])
 
 
 def cloud(request: Request, answer: Told) -> Figures:

@@ -60,20 +60,11 @@ def price_jobs(asked: Asked[PriceJobsRequest], given: Written) -> int:
 
 
 def _print_prices(answer: "PriceJobsAnswer") -> None:
-    rows = [
-        (
-            one.model, one.accelerator, str(one.count), str(one.servers),
-            f"{one.steps_per_second:.4g}",
-            f"{one.steps_per_second_low:.4g} to {one.steps_per_second_high:.4g}"
-            if one.layout else "-",
-            "-" if one.bound_steps_per_second is None else f"{one.bound_steps_per_second:.4g}",
-            one.layout or one.reason or "",
-        )
-        for one in answer.prices
-    ]  # fmt: skip
-    head = ("<training", "<on", "count", "servers", "steps/s", "range", "at most", "<layout")
-    print_table(head, rows, tight=True)
-    say(*answer.assumed, f"{len(rows)} throughputs in {answer.wall_seconds:.1f} s")
+    from stagewright.service.clusters.told import prices_table
+
+    table = prices_table(answer.prices)
+    print_table(table.head, table.rows, tight=True)
+    say(*answer.assumed, f"{len(table.rows)} throughputs in {answer.wall_seconds:.1f} s")
 
 
 class AllocateOptions(Served, Written):

@@ -98,6 +98,8 @@ def _print_rounds(answer: "RoundsAnswer") -> None:
         f"{answer.largest_shortfall:.4f}",
         *answer.assumed,
     )
+    if answer.measured:
+        say(f"measured, the others computed: {', '.join(answer.measured)}")
     if answer.launch is not None:
         _print_launch(answer.launch)
 
