@@ -1,7 +1,6 @@
 """Compiled search of the server-aware relaxation, by labels of the prefixes of stages.
 
-After a change of :mod:`server_conditions`, :mod:`server_labels`, :mod:`server_sharing`,
-:mod:`server_tables` or :mod:`paced_machine`, change this file, too: numba recompiles a cached
+After a change of the other kernels of this folder, change this file, too: numba recompiles a cached
 kernel only if the kernel's own file changes.
 """
 

@@ -13,22 +13,30 @@ from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
 from stagewright.formulations.plans.shards import require_no_shards, require_whole_stages
-from stagewright.formulations.plans.structure import Endings, Structure, Work, misfit, work_of
-from stagewright.formulations.plans.timing import split_backwards
+from stagewright.formulations.plans.structure import (
+    Endings,
+    Structure,
+    Work,
+    ending_starts,
+    misfit,
+    work_of,
+)
+from stagewright.formulations.plans.timing import Blocks, split_backwards
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.chain import Chain
-from stagewright.solvers.pipelines.retiming import retimed
 from stagewright.solvers.pipelines.structures.run import BACKWARD, FORWARD, SEND_B, SEND_F, WEIGHTS
 from stagewright.solvers.pipelines.structures.scheduling import (
     FIRST_RULES,
     best_schedule,
+    blocks_of_starts,
     rules_for,
 )
 from stagewright.solvers.planners.steps.proposal import Choices, NoPlan, Proposal
 from stagewright.solvers.planners.structures.moves import StructureMoves
 
 Stages = tuple[Stage, ...]
+Cell = tuple[int, int, int]  # kind, stage and microbatch of an action
 
 ROWS = (
     (FORWARD, ActionKind.FORWARD),
@@ -228,3 +236,63 @@ class Retiming:
                 found = starts.get(str(Action(s, kind, m)))
                 before[row, s, m] = before[row, s, m] if found is None else found
         return before
+
+
+def retimed(work: Work, endings: Endings, before: Floats) -> tuple[Blocks, float] | None:
+    """The earliest starts of all actions in the order of ``before``, and the end of the last one.
+
+    Both are for the same stages and microbatches; ``before`` has shape (5, S, M). None if it lacks
+    an action. Memory is not checked.
+    """
+    actions = list(_actions(work))
+    if any(np.isnan(before[one]) for one in actions):
+        return None
+    starts = np.full_like(work.seconds, np.nan)
+    free: dict[tuple[str, int], float] = {}
+    for one in sorted(actions, key=lambda one: (before[one], _position(work, one))):
+        places = _places(work, one)
+        ready = [starts[other] + work.seconds[other] for other in _needed(work, one)]
+        starts[one] = max([*ready, *(free.get(place, 0.0) for place in places)], default=0.0)
+        free |= dict.fromkeys(places, starts[one] + work.seconds[one])
+    reduces, updates, seconds = ending_starts(work, endings, starts)
+    return blocks_of_starts(work, starts, reduces, updates), seconds
+
+
+def _actions(work: Work) -> Iterator[Cell]:
+    stages, count = work.lane.shape
+    for s, m in np.ndindex(stages, count):
+        yield FORWARD, s, m
+        yield BACKWARD, s, m
+        if work.split[s]:
+            yield WEIGHTS, s, m
+        if s < stages - 1 and work.channel[s, m] >= 0:
+            yield SEND_F, s, m
+            yield SEND_B, s + 1, m
+
+
+def _position(work: Work, cell: Cell) -> int:
+    """The position in a microbatch's chain of actions, for equal starts of actions of no time."""
+    kind, s, _ = cell
+    there, back = 2 * s, 4 * len(work.split) - 2 * s
+    return {FORWARD: there, SEND_F: there + 1, BACKWARD: back}.get(kind, back + 1)
+
+
+def _needed(work: Work, cell: Cell) -> list[Cell]:
+    """The actions that directly precede an action in its microbatch."""
+    kind, s, m = cell
+    if kind in (SEND_F, SEND_B, WEIGHTS):
+        return [(FORWARD if kind == SEND_F else BACKWARD, s, m)]
+    if kind == FORWARD:
+        sent = s > 0 and work.channel[s - 1, m] >= 0
+        return [(SEND_F if sent else FORWARD, s - 1, m)] if s > 0 else []
+    if s == len(work.split) - 1:
+        return [(FORWARD, s, m)]
+    return [(SEND_B if work.channel[s, m] >= 0 else BACKWARD, s + 1, m)]
+
+
+def _places(work: Work, cell: Cell) -> list[tuple[str, int]]:
+    """The devices or the channel of an action."""
+    kind, s, m = cell
+    if kind in (SEND_F, SEND_B):
+        return [("channel", int(work.channel[s if kind == SEND_F else s - 1, m]))]
+    return [("device", v) for v in work.members[work.lane[s, m]]]
