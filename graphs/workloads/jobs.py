@@ -28,7 +28,8 @@ class Job:
     ``weight`` is its share relative to other jobs, ``arrival_seconds`` its time of arrival,
     ``slo_seconds`` its deadline relative to that, ``entity`` its owner. With ``counts``, in place
     of ``scale``, it runs on any of these numbers of accelerators, in turn on several. Where it
-    starts, or goes on with other accelerators, it takes ``restart_seconds`` before its next step.
+    starts, or goes on with other accelerators, it takes ``restart_seconds`` before its next step,
+    and ``checkpoint_seconds`` to write and read its checkpoint; those of trainings are computed.
     """
 
     name: str
@@ -41,13 +42,15 @@ class Job:
     entity: str | None = None
     counts: tuple[int, ...] = ()
     restart_seconds: float = 0.0
+    checkpoint_seconds: float | None = None
 
     def __post_init__(self) -> None:
         place = f"job {self.name!r}: "
         require_count(self.scale, place + "scale", _MAX_SCALE)
         _require_counts(place, self.counts, self.scale)
         require_amount(self.arrival_seconds, place + "arrival_seconds")
-        require_amount(self.restart_seconds, place + "restart_seconds")
+        for field in ("restart_seconds", "checkpoint_seconds"):
+            require_amount(getattr(self, field) or 0.0, place + field)
         if self.arrival_seconds > _LAST_ARRIVAL:
             raise InputError(
                 f"{place}arrival_seconds must be at most {_LAST_ARRIVAL:g}, after which a round is "
@@ -59,6 +62,11 @@ class Job:
                 require_amount(value, place + field)
                 if value == 0:
                     raise InputError(f"{place}{field} must be more than zero, got 0")
+
+    @property
+    def move_seconds(self) -> float:
+        """From its last step on some accelerators to its next step on others."""
+        return self.restart_seconds + (self.checkpoint_seconds or 0.0)
 
     @property
     def kind(self) -> "Kind":

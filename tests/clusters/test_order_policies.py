@@ -1,5 +1,6 @@
 """Finish-time fairness, FIFO, SJF and early ends of a makespan, against programs over jobs."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from types import ModuleType
@@ -30,6 +31,31 @@ from stagewright.solvers.clusters.policies import allocate
 from stagewright.solvers.clusters.policies import fifo as fifo_solver
 from stagewright.solvers.clusters.policies import finish_time as finish_time_solver
 
+
+def kept(problem: AllocationProblem) -> Floats:
+    """Seconds at work of those of a lease and the move before it, by job and worker type."""
+    found = np.ones(problem.rates.shape)
+    for job, worker in np.ndindex(found.shape):
+        now, move = problem.current[job], problem.restart_seconds[job]
+        lease = max(problem.lease_seconds, 20 * move)
+        if now >= 0 and problem.rates[job, now] > 0:
+            lease = min(lease, problem.steps[job] / problem.rates[job, now])
+        if worker != now and np.isfinite(lease):
+            found[job, worker] = lease / (lease + move)
+    return found
+
+
+def moving(problem: AllocationProblem, seed: int) -> AllocationProblem:
+    """Some of the jobs run somewhere, and their next lease is hardly longer than a move."""
+    rng, jobs = np.random.default_rng(seed), len(problem)
+    return replace(
+        problem,
+        restart_seconds=rng.choice([0.0, 0.1, 1.0], jobs),
+        current=rng.integers(-1, len(problem.table.workers), jobs),
+        lease_seconds=rng.choice([0.5, 3.0, 30.0]),
+    )
+
+
 PAIRS = ("first", "second", "worker", "paired")
 some = examples(12, derandomize=True)
 
@@ -39,12 +65,13 @@ class Entries:
 
     def __init__(self, problem: AllocationProblem) -> None:
         table, kind = problem.table, problem.kind
-        self.columns = [(j, -1, w, r, 0.0) for (j, w), r in np.ndenumerate(problem.rates) if r > 0]
+        rates = problem.rates * kept(problem)
+        self.columns = [(j, -1, w, r, 0.0) for (j, w), r in np.ndenumerate(rates) if r > 0]
         for a, b, w, (first, second) in zip(
             table.first, table.second, table.worker, table.paired, strict=True
         ):
             self.columns += [
-                (i, j, w, first, second)
+                (i, j, w, first * kept(problem)[i, w], second * kept(problem)[j, w])
                 for i in np.flatnonzero(kind == a)
                 for j in np.flatnonzero(kind == b)
                 if i < j or (i != j and a != b)
@@ -366,6 +393,57 @@ def test_the_shortest_spreads_over_what_nobody_uses_better():
     result = allocate(problem, "sjf")
     assert throughput(problem, result.allocation) == pytest.approx([1.0, 1.8, 1.0])
     assert result.objective == pytest.approx(1 / 3 + 3 * 1.8 / 3 + 2 / 3)
+
+
+# Moves, in all policies.
+
+
+@pytest.mark.parametrize(
+    ("policy", "value"),
+    [
+        ("fifo", fifo.values),
+        ("sjf", shortest_first.values),
+        ("max-throughput", lambda problem: 1 / problem.rates.max(axis=1)),
+        ("max-min", None),
+    ],
+)
+@some
+@given(random_case(), st.integers(0, 2**32 - 1))
+def test_policies_count_the_time_of_moves(
+    policy: str,
+    value: Callable[[AllocationProblem], Floats] | None,
+    case: Case,
+    seed: int,
+):
+    problem = moving(case.problem, seed)
+    assume(policy not in ("fifo", "sjf") or not problem.elastic)
+    result, entries = allocate(problem, policy), Entries(problem)
+    if value is None:
+        assert result.objective == pytest.approx(entries.level(max_min.needs(problem)), rel=1e-6)
+        return
+    floor = np.zeros(len(problem))
+    if policy == "sjf":
+        shortest = (problem.steps / problem.rates.max(axis=1)).argmin()
+        floor[shortest] = (problem.rates * kept(problem))[shortest].max()
+    best = entries.most(value(problem), floor * (1 - 1e-8))
+    assert value(problem) @ throughput(problem, result.allocation) == pytest.approx(best, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rate", "steps", "moves"), [(1.04, 1e9, False), (1.06, 1e9, True), (1.06, 500.0, False)]
+)
+def test_a_job_moves_for_more_than_the_move_costs(rate: float, steps: float, moves: bool):
+    """50 s of 1,050 until the next allocation, or of 550 until the job's end."""
+    problem = of_model([steps], "v100=1,k80=1", {"v100": 1.0, "k80": rate})
+    problem = replace(
+        problem,
+        restart_seconds=np.array([50.0]),
+        current=np.array([0]),
+        lease_seconds=1000.0,
+    )
+    for policy in ("max-min", "makespan", "fifo", "sjf", "max-throughput", "water-filling"):
+        shares = allocate(problem, policy).allocation.dense(1, 2)
+        assert shares == pytest.approx(np.array([[1.0 - moves, float(moves)]]), abs=1e-5)
 
 
 # Common to them, and to other policies.

@@ -45,5 +45,5 @@ def floor(problem: AllocationProblem) -> Floats:
     """Steps per second that the shortest job must have; 0 for the others."""
     shortest = int(_shortest_seconds(problem).argmin())
     least = np.zeros(len(problem))
-    least[shortest] = problem.rates[shortest].max()
+    least[shortest] = (problem.rates * problem.kept)[shortest].max()
     return least

@@ -101,8 +101,9 @@ def _in_runs(problem: AllocationProblem, value: Floats, floor: Floats, limits: L
     and pairs that would gain are let in, until the bound for single jobs and all pairs is met.
     """
     until = perf_counter() + limits.seconds
-    order = np.lexsort((np.arange(len(problem)), -value, problem.kind))
-    starts = _first_runs(problem.kind[order], floor[order] > 0)
+    alike = problem.alike
+    order = np.lexsort((np.arange(len(problem)), -value, alike))
+    starts = _first_runs(alike[order], floor[order] > 0)
     pairs = _first_pairs(problem, value, floor, limits)
     best = Worth(Status.NO_ANSWER, -math.inf, math.inf, None, "")
     while True:
