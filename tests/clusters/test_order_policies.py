@@ -154,28 +154,6 @@ def test_no_allocation_beats_the_bound_and_one_reaches_the_objective(case: Case)
         assert entries.level(finish_time.needs(problem, below)) < 1
 
 
-def test_bisection_finds_the_same_ratio():
-    problem = of_model([3.0, 5.0, 8.0, 20.0], "v100=1,k80=1", {"v100": 4.0, "k80": 1.0})
-    problem = replace(
-        problem,
-        elapsed_seconds=np.array([4.0, 1.0, 0.0, 9.0]),
-        isolated_seconds=np.array([1.0, 2.0, 0.0, 12.0]),
-    )
-    entries = Entries(problem)
-    low = (problem.elapsed_seconds / finish_time.isolated_finish(problem)).max()
-    high = 10.0
-    while high - low > 1e-9:
-        rho = (low + high) / 2
-        if entries.level(finish_time.needs(problem, rho)) >= 1:
-            high = rho
-        else:
-            low = rho
-    result = allocate(problem, "finish-time-fairness")
-    assert result.bound <= high
-    assert result.objective >= low
-    assert result.objective == pytest.approx(high, rel=2e-6)
-
-
 @some
 @given(random_case())
 def test_nobody_is_later_than_the_latest_of_the_isolated(case: Case):
