@@ -47,7 +47,7 @@ WEEK = 7 * 24 * HOUR
 TITLE = f"hours to completion of {JOBS} jobs, fixed and elastic; at least under any schedule"
 COLUMNS = (
     "load", "jobs/h", "policy", "mean, fixed", "elastic", "ratio", "99 %, fixed", "elastic",
-    "bound, fixed", "elastic",
+    "bound, fixed", "elastic", "moves, fixed", "elastic",
 )  # fmt: skip
 Row = tuple[object, ...]
 
@@ -79,11 +79,14 @@ def _with_counts(drawn: Iterable[Job], *, elastic: bool) -> tuple[Job, ...]:
     )
 
 
-def hours(jobs: Sequence[Job], policy: str, reset: float) -> Floats:
-    """Completion times in hours, shape (jobs,)."""
+def hours(jobs: Sequence[Job], policy: str, reset: float) -> tuple[Floats, float]:
+    """Completion times in hours, shape (jobs,), and how often a job is moved on average."""
     run = policy_allocator(policy)
     rules = ClusterRules(reset_seconds=reset, fill=policy_named(policy).fills)
-    return simulate_cluster(jobs, measured(), parse_pool(SMALL), run, rules).durations() / HOUR
+    pool = parse_pool(SMALL)
+    found = simulate_cluster(jobs, measured(), pool, run, rules, keep_assignments=True)
+    starts = sum(not one.renewed for each in found.rounds for one in each.assignments)
+    return found.durations() / HOUR, starts / len(jobs) - 1
 
 
 def least_mean_hours(jobs: Sequence[Job]) -> float:
@@ -141,11 +144,12 @@ def completion_rows(load: str | None, jobs_per_hour: float, quick: bool) -> Iter
     reset = RESET if load is None else ROUND
     for policy in POLICIES[:1] if quick else POLICIES:
         found = [hours(jobs, policy, reset) for jobs in (fixed, elastic)]
-        means = [one.mean() for one in found]
-        tails = [np.percentile(one, 99) for one in found]
+        means = [one.mean() for one, _ in found]
+        tails = [np.percentile(one, 99) for one, _ in found]
         yield (
             load or "gavel", f"{jobs_per_hour:.3g}", policy, *(f"{mean:.2f}" for mean in means),
             f"{means[1] / means[0]:.2f}", *(f"{tail:.1f}" for tail in tails), *bounds,
+            *(f"{moves:.1f}" for _, moves in found),
         )  # fmt: skip
 
 

@@ -16,13 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from stagewright.executor.clusters.places import FreeServers
-from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem
+from stagewright.formulations.clusters.allocation import RESTARTS, Allocation, AllocationProblem
 from stagewright.formulations.clusters.rates import RateTable
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.documents.errors import InvalidPlan
-
-RESTARTS = 0.05
-"""The part of a job's time that restarts may take."""
 
 _Key = tuple[tuple[int, ...], int]  # a job or pair by id, and its worker type
 
@@ -209,6 +206,11 @@ class Mechanism:
         for key in received.keys() & self._place.keys():
             queue, at = self._place[key]
             queue.received[at] += received[key]
+
+    def held(self, ids: Sequence[int]) -> Ints:
+        """The worker type that each of ``ids`` has in this round, or -1."""
+        worker = {job: one.worker for one in self._last.values() for job in one.jobs}
+        return np.array([worker.get(job, -1) for job in ids], dtype=np.int64)
 
     def remove(self, job: int) -> None:
         """Remove a job: it and its pairs are not scheduled again."""

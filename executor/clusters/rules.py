@@ -100,7 +100,7 @@ class ActiveJob:
     def plan(self, quota: Quota, renewed: bool, round_seconds: float) -> tuple[float, float]:
         """Steps in a round, and the seconds of the restart and of them."""
         if not renewed:
-            self.restarting = self.job.restart_seconds
+            self.restarting = self.job.move_seconds
         waited = min(self.restarting, round_seconds)
         self.restarting -= waited
         if waited == round_seconds:

@@ -12,6 +12,7 @@ Accelerators are custom resources of Ray with the pool's names: start the nodes 
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -286,7 +287,10 @@ class _Scheduler:
             for job in runnable
         ]
         jobs = [self.jobs[job] for job in runnable]
-        return problem_after(jobs, table, np.array(done), call(self.server, "seconds"))
+        problem = problem_after(jobs, table, np.array(done), call(self.server, "seconds"))
+        return replace(
+            problem, current=self.mechanism.held(runnable), lease_seconds=self.round_seconds
+        )
 
     def _measure(self, progress: Mapping[str, tuple[int, float]]) -> None:
         """Move the table's rates towards those of the jobs with a lease."""

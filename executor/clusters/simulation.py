@@ -7,7 +7,7 @@ allocations are recomputed when jobs have arrived or completed, but not too ofte
 * accelerators are not kept idle for a job that has arrived since the last allocation;
 * a job that shares accelerators ends with its own last step, not with its partner's;
 * the time of shared accelerators is paid once;
-* a job that starts on other accelerators takes its ``restart_seconds`` before its next step;
+* a job that starts on other accelerators takes its ``move_seconds`` before its next step;
 * a distributed job with fewer steps left than accelerators runs them, instead of being dropped.
 """
 
@@ -244,9 +244,11 @@ class _ClusterRun:
             self.now - arrival,
             np.array([one.isolated_seconds for one in members]),
             arrival + slo - self.now,
-            np.array([job.restart_seconds for job in jobs]),
+            np.array([job.move_seconds for job in jobs]),
+            self.mechanism.held([one.number for one in members]),
             np.array([self.entity_of.get(job.entity or "", -1) for job in jobs], dtype=np.int64),
             self.entities,
+            math.inf if self.rules.ideal else self.rules.reset_seconds,
         )
 
     def round(self, keep_assignments: bool) -> None:

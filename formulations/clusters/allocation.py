@@ -4,10 +4,16 @@ Narayanan, PhD thesis (2021), section 5.3.1: an allocation X gives each job, or 
 share accelerators, a fraction of wall-clock time on each worker type; equations 5.1 to 5.3 say
 which X are valid. A worker type is a type of accelerator or, where placement counts, a type of
 accelerator with all of a job's on one server (consolidated) or anywhere (spread).
+
+A move takes time. Of a lease of L seconds that begins with a move of c seconds, a job computes for
+L / (L + c) of the time; where the job is now, for all of it. Policies count these rates, so that a
+job moves only if that gains more than it costs.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +25,8 @@ from stagewright.graphs.workloads.pool import Pool
 
 TOLERANCE = 1e-6
 """By how much a valid allocation's sums may exceed 1 or a count, relatively: solvers' rounding."""
+RESTARTS = 0.05
+"""The part of a job's time that restarts may take: rounds keep a job where it is until then."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,8 +36,9 @@ class AllocationProblem:
     ``kind`` indexes ``table.kinds``; ``steps`` are still to run; ``elapsed_seconds`` are since
     arrival; ``isolated_seconds`` is how long the steps already run would have taken on 1/n of the
     cluster; ``deadline_seconds`` is the time left until a job's SLO (inf for none);
-    ``restart_seconds`` is what a move costs a job; ``entity`` indexes ``entities``. All arrays have
-    shape (jobs,).
+    ``restart_seconds`` is what a move costs a job; ``current`` is the worker type that it has now,
+    or -1; ``entity`` indexes ``entities``. All arrays have shape (jobs,). The next allocation is
+    ``lease_seconds`` away at least; inf where moves cost nothing.
     """
 
     names: tuple[str, ...]
@@ -41,8 +50,10 @@ class AllocationProblem:
     isolated_seconds: Floats
     deadline_seconds: Floats
     restart_seconds: Floats
+    current: Ints
     entity: Ints
     entities: tuple[Entity, ...] = ()
+    lease_seconds: float = math.inf
 
     def __len__(self) -> int:
         return len(self.names)
@@ -63,35 +74,56 @@ class AllocationProblem:
         return self.table.alone[self.kind]
 
     @property
+    def kept(self) -> Floats:
+        """Part of each rate that a lease leaves after the move to it, shape (jobs, workers).
+
+        A lease is as long as rounds keep a job in place, and no longer than the job runs where it
+        is. Who shares accelerators with whom does not count.
+        """
+        stays = np.flatnonzero(self.current >= 0)
+        now = np.zeros(len(self))
+        now[stays] = self.rates[stays, self.current[stays]]
+        left = np.divide(self.steps, now, out=np.full(len(self), np.inf), where=now > 0)
+        lease = np.maximum(self.lease_seconds, self.restart_seconds / RESTARTS)
+        part = 1 / (1 + self.restart_seconds / np.minimum(lease, left))
+        kept = np.repeat(part[:, None], len(self.table.workers), axis=1)
+        kept[stays, self.current[stays]] = 1.0
+        return np.asarray(kept)
+
+    @property
+    def alike(self) -> Ints:
+        """Equal numbers for jobs of one kind to which moves cost the same, by kind; (jobs,)."""
+        keys = np.column_stack([self.kind, self.current, self.kept.min(axis=1)])
+        return np.asarray(np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1))
+
+    @property
     def elastic(self) -> bool:
         """Whether a job chooses among counts."""
         return any(len(counts_of(self.table.kinds[kind])) > 1 for kind in np.unique(self.kind))
 
     def best_rates(self) -> Floats:
-        """Steps per second of each job where it is fastest, alone or with a partner at hand."""
+        """Steps per second of each job where it is fastest, alone or with a partner at hand.
+
+        Moves are counted of jobs alone.
+        """
         table = self.table
-        best = table.alone.max(axis=1)
+        best = np.zeros(len(table.kinds))
         present = np.bincount(self.kind, minlength=len(table.kinds))
         partners = present[table.second] - (table.first == table.second)
         np.maximum.at(best, table.first, np.where(partners > 0, table.paired[:, 0], 0.0))
         partners = present[table.first] - (table.first == table.second)
         np.maximum.at(best, table.second, np.where(partners > 0, table.paired[:, 1], 0.0))
-        return np.asarray(best[self.kind])
+        return np.asarray(np.maximum(best[self.kind], (self.rates * self.kept).max(axis=1)))
 
-    def of(self, chosen: Bools) -> "AllocationProblem":
+    def of(self, chosen: Bools | Ints) -> "AllocationProblem":
         """The problem of the ``chosen`` jobs only."""
-        return replace(
-            self,
-            names=tuple(name for name, one in zip(self.names, chosen, strict=True) if one),
-            kind=self.kind[chosen],
-            weight=self.weight[chosen],
-            steps=self.steps[chosen],
-            elapsed_seconds=self.elapsed_seconds[chosen],
-            isolated_seconds=self.isolated_seconds[chosen],
-            deadline_seconds=self.deadline_seconds[chosen],
-            restart_seconds=self.restart_seconds[chosen],
-            entity=self.entity[chosen],
-        )
+        arrays: dict[str, Any] = {
+            field.name: values[chosen]
+            for field in fields(self)
+            if isinstance(values := getattr(self, field.name), np.ndarray)
+        }
+        names = np.array(self.names, dtype=object)[chosen]
+        return replace(self, names=tuple(names.tolist()), **arrays)
 
     def agnostic(self) -> "AllocationProblem":
         """The same problem for a policy that does not distinguish accelerators."""
@@ -160,7 +192,8 @@ def problem_of_jobs(
         zeros,
         zeros,
         np.array([np.inf if job.slo_seconds is None else job.slo_seconds for job in jobs]),
-        np.array([job.restart_seconds for job in jobs]),
+        np.array([job.move_seconds for job in jobs]),
+        np.full(len(jobs), -1),
         np.array([position.get(job.entity or "", -1) for job in jobs], dtype=np.int64),
         entities,
     )
@@ -194,20 +227,22 @@ def allocation_of_shares(shares: Floats) -> Allocation:
 
 
 def throughput(problem: AllocationProblem, allocation: Allocation) -> Floats:
-    """Effective throughput of each job, steps per second (5.3.1), shape (jobs,).
+    """Effective throughput of each job, steps per second (5.3.1), moves counted, shape (jobs,).
 
     Raises InvalidPlan if a pair shares a worker on which its kinds have no rate.
     """
-    found = np.zeros(len(problem))
+    found, kept = np.zeros(len(problem)), problem.kept
     alone = allocation.partner < 0
     job, worker = allocation.job[alone], allocation.worker[alone]
-    np.add.at(found, job, problem.rates[job, worker] * allocation.share[alone])
+    np.add.at(found, job, problem.rates[job, worker] * kept[job, worker] * allocation.share[alone])
     if alone.all():
         return found
     job, partner = allocation.job[~alone], allocation.partner[~alone]
-    share, pair = allocation.share[~alone], _pair_rows(problem, allocation, ~alone)
-    np.add.at(found, job, problem.table.paired[pair, 0] * share)
-    np.add.at(found, partner, problem.table.paired[pair, 1] * share)
+    pair = _pair_rows(problem, allocation, ~alone)
+    share, worker = allocation.share[~alone], allocation.worker[~alone]
+    for side, members in enumerate((job, partner)):
+        rate = problem.table.paired[pair, side] * kept[members, worker]
+        np.add.at(found, members, rate * share)
     return found
 
 

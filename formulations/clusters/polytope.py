@@ -50,12 +50,12 @@ class Groups:
 def group_by(
     problem: AllocationProblem, *keys: Floats | Ints, share: Floats | None = None
 ) -> Groups:
-    """Groups of the jobs that agree in kind and in all ``keys``.
+    """Groups of the jobs that agree in kind, in what moves cost and in all ``keys``.
 
     ``share``, positive and by job, says in what proportion they divide what the group gets; equal
     parts without it.
     """
-    of_job = problem.kind
+    of_job = problem.alike
     for key in keys:
         code = np.unique(key, return_inverse=True)[1]
         of_job = np.unique(of_job * len(problem) + code, return_inverse=True)[1]
@@ -238,6 +238,8 @@ def polytope(problem: AllocationProblem, groups: Groups) -> Polytope:
     columns = columns_alone + columns_pair + int(own.sum())
     side_column = np.full(len(side_group), -1)
     side_column[own] = np.arange(columns_alone + columns_pair, columns)
+    kept = np.empty((len(groups), len(table.workers)))
+    kept[groups.of_job] = problem.kept
 
     # Rows of time, one for each group, and below them of accelerators, one for each type.
     limits, used, rate = _Triplets(), _Triplets(), _Triplets()
@@ -246,7 +248,8 @@ def polytope(problem: AllocationProblem, groups: Groups) -> Polytope:
     scale = table.uses[groups.kind[alone_group], alone_worker]
     limits.add(alone_group, at, 1.0)
     limits.add(row_of_worker[alone_worker], at, scale)
-    rate.add(alone_group, at, table.alone[groups.kind[alone_group], alone_worker])
+    alone = table.alone[groups.kind] * kept
+    rate.add(alone_group, at, alone[alone_group, alone_worker])
     used.add(alone_worker, at, scale)
 
     # A pair holds its accelerators once, and takes time of both of its jobs.
@@ -258,7 +261,8 @@ def polytope(problem: AllocationProblem, groups: Groups) -> Polytope:
     twice = np.where(itself[side_pair] & ~own, 2.0, 1.0)
     variable = np.where(own, side_column, columns_alone + side_pair)
     limits.add(side_group, variable, twice)
-    rate.add(side_group, variable, twice * table.paired[pair][side_pair, side])
+    paired = table.paired[pair][side_pair, side] * kept[side_group, table.worker[pair][side_pair]]
+    rate.add(side_group, variable, twice * paired)
 
     rows = _Rows()
     count = len(groups)

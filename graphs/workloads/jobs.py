@@ -29,7 +29,8 @@ class Job:
     ``weight`` is its share relative to other jobs, ``arrival_seconds`` its time of arrival,
     ``slo_seconds`` its deadline relative to that, ``entity`` its owner. With ``counts``, in place
     of ``scale``, it runs on any of these numbers of accelerators, in turn on several. Where it
-    starts, or goes on with other accelerators, it takes ``restart_seconds`` before its next step.
+    starts, or goes on with other accelerators, it takes ``restart_seconds`` before its next step,
+    and ``checkpoint_seconds`` to write and read its checkpoint; those of trainings are computed.
     ``command`` is what each of its processes runs, in shell syntax, with ``environment``.
     """
 
@@ -43,6 +44,7 @@ class Job:
     entity: str | None = None
     counts: tuple[int, ...] = ()
     restart_seconds: float = 0.0
+    checkpoint_seconds: float | None = None
     command: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -51,7 +53,8 @@ class Job:
         require_count(self.scale, place + "scale", _MAX_SCALE)
         _require_counts(place, self.counts, self.scale)
         require_amount(self.arrival_seconds, place + "arrival_seconds")
-        require_amount(self.restart_seconds, place + "restart_seconds")
+        for name in ("restart_seconds", "checkpoint_seconds"):
+            require_amount(getattr(self, name) or 0.0, place + name)
         if self.arrival_seconds > _LAST_ARRIVAL:
             raise InputError(
                 f"{place}arrival_seconds must be at most {_LAST_ARRIVAL:g}, after which a round is "
@@ -66,6 +69,11 @@ class Job:
                 require_amount(value, place + name)
                 if value == 0:
                     raise InputError(f"{place}{name} must be more than zero, got 0")
+
+    @property
+    def move_seconds(self) -> float:
+        """From its last step on some accelerators to its next step on others."""
+        return self.restart_seconds + (self.checkpoint_seconds or 0.0)
 
     @property
     def kind(self) -> "Kind":

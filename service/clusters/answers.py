@@ -28,7 +28,7 @@ class ComputedRate(Answer):
     ``placement`` is ``consolidated`` on the fewest ``servers`` (equally many on each), or
     ``spread`` over the most. A run is expected between ``..._low`` and ``..._high``; no layout of
     the search makes more than ``bound_steps_per_second``. The rate is 0, for the ``reason``, where
-    nothing fits.
+    nothing fits. To write and read the checkpoint takes ``checkpoint_seconds``.
     """
 
     model: str
@@ -42,6 +42,7 @@ class ComputedRate(Answer):
     bound_steps_per_second: float | None = None
     layout: str | None = None
     reason: str | None = None
+    checkpoint_seconds: float | None = None
 
 
 class PriceJobsAnswer(Answer):
@@ -59,19 +60,27 @@ class PriceJobsAnswer(Answer):
 
 
 def with_rates(workload: "Workload", prices: Iterable[ComputedRate]) -> "Workload":
-    """The workload with computed rates in place of its trainings."""
+    """The workload with computed rates and checkpoints in place of its trainings."""
     from stagewright.graphs.workloads.jobs import Computed, Rate
 
     found = {(one.model, one.scale, one.accelerator): one for one in workload.throughputs.alone}
+    moves: dict[str, float | None] = {}
     for one in prices:
+        moves[one.model] = moves.get(one.model) or one.checkpoint_seconds
         key, rate = (one.model, one.count, one.accelerator), one.steps_per_second
         how = Computed(**one.model_dump(include={*Computed.__dataclass_fields__}))
         if one.placement == "consolidated":
             found[key] = Rate(*key, rate, computed=how)
         else:
             found[key] = replace(found[key], spread_steps_per_second=rate, spread_computed=how)
-    alone = tuple(found.values())
-    return replace(workload, throughputs=replace(workload.throughputs, alone=alone), trainings=())
+    jobs = (
+        replace(job, checkpoint_seconds=moves.get(job.model))
+        if job.checkpoint_seconds is None
+        else job
+        for job in workload.jobs
+    )
+    table = replace(workload.throughputs, alone=tuple(found.values()))
+    return replace(workload, jobs=tuple(jobs), throughputs=table, trainings=())
 
 
 def computed_rates(throughputs: "Throughputs") -> Iterator[ComputedRate]:

@@ -17,7 +17,9 @@ from stagewright.formulations.forms.answers import (
 )
 from stagewright.formulations.parallelism.document import LayoutPlan
 from stagewright.formulations.parallelism.estimate import evaluate
+from stagewright.formulations.parallelism.goodput import least_checkpoint
 from stagewright.formulations.parallelism.ranges import ranges
+from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError, naming
 from stagewright.graphs.documents.units import format_bytes
 from stagewright.graphs.importers.hf_config import parse_hf_config
@@ -181,6 +183,7 @@ class _Searches:
         self.plans: list[LayoutPlan | None] = []  # of the rates
         self.known: dict[tuple[object, ...], _Made] = {}  # trainings that are alike have it once
         self.fabrics: dict[str, tuple[Fabric, str]] = {}  # and the rates, by accelerator
+        self.checkpoints: dict[str, str] = {}  # what is said of them, by training
 
     def rate(self, one: _Wanted) -> ComputedRate:
         """The rate, as train-plan has it."""
@@ -240,7 +243,17 @@ class _Searches:
             "bound_steps_per_second": None if bound is None else 1 / bound.seconds,
             "layout": str(best.layout),
             "plan": answer.plan,
+            "checkpoint_seconds": self._checkpoint_seconds(training, layouts.problem),
         }
+
+    def _checkpoint_seconds(self, training: Training, problem: TrainingProblem) -> float:
+        """To write and to read weights and optimizer states; every layout has as many bytes."""
+        size, speed = least_checkpoint(problem).total, self.request.store_bandwidth
+        self.checkpoints[training.model] = (
+            f"a move of {training.model} writes and reads {format_bytes(size)} at "
+            f"{speed / 1e9:.4g} GB/s, in {2 * size / speed:.3g} s"
+        )
+        return 2 * size / speed
 
     def require_place(
         self, job: Job, throughputs: Throughputs, prices: Iterable[ComputedRate]
@@ -300,6 +313,7 @@ class _Searches:
             memory = format_bytes(fabric.memory_bytes)
             said = f"servers of {size}{usual}, {memory}, {links}; rates {rates}"
             yield f"computed for {one.name}: {said}"
+        yield from self.checkpoints.values()
         uneven = {
             f"{one.count} {one.accelerator.name}"
             for one in self.wanted

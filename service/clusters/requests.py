@@ -102,6 +102,8 @@ class PriceJobsRequest(Request):
     network_bandwidth: Bandwidths = None
     """From an accelerator out of its server while all send, or by name: k80=1GB/s; default: as
     train-plan."""
+    store_bandwidth: Annotated[Bandwidth, Option(form="SIZE/s", of_text=parse_bandwidth)] = 1e10
+    """From a job to the store of checkpoints, or back."""
     time_limit: float = 10.0
     """Time limit of each search in seconds."""
 

@@ -8,7 +8,7 @@ the whole cluster, and prices bound what any allocation can reach.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import numpy as np
@@ -197,18 +197,7 @@ def _part_of(problem: AllocationProblem, jobs: Ints) -> AllocationProblem:
         alone=whole.alone[kinds],
         index={name: number for number, name in enumerate(names)},
     )
-    arrays = {
-        field.name: getattr(problem, field.name)[jobs]
-        for field in fields(problem)
-        if field.name not in ("names", "table", "kind", "entities")
-    }
-    return replace(
-        problem,
-        names=tuple(problem.names[job] for job in jobs.tolist()),
-        table=table,
-        kind=kind.reshape(-1),
-        **arrays,
-    )
+    return replace(problem.of(jobs), table=table, kind=kind.reshape(-1))
 
 
 def _solve_part(part: JobPart, limits: Limits) -> Solved:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from random import Random
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from stagewright.graphs.workloads.jobs import Job, PairRate, Rate, Throughputs, 
 from stagewright.graphs.workloads.pool import Accelerator, Pool, parse_pool
 from stagewright.solvers.clusters.policies import allocate
 
+TIMES = ("elapsed_seconds", "isolated_seconds", "deadline_seconds")
 small = examples(12, derandomize=True)
 seeds = st.integers(0, 2**32 - 1)
 
@@ -508,6 +510,27 @@ def test_the_cluster_twice_is_never_less_fair(case: Case):
     assert at_least(
         allocate(larger, "max-min").objective, allocate(case.problem, "max-min").objective
     )
+
+
+@pytest.mark.parametrize(
+    "policy", ["water-filling", "makespan", "finish-time-fairness", "max-throughput", "min-cost"]
+)
+@small
+@given(random_case(), st.randoms(use_true_random=False))
+def test_the_order_of_jobs_and_of_types_does_not_matter(policy: str, case: Case, rng: Random):
+    jobs, types = list(case.workload.jobs), list(case.pool.accelerators)
+    rng.shuffle(jobs)
+    rng.shuffle(types)
+    problem = problem_of(
+        replace(case.workload, jobs=tuple(jobs)),
+        Pool(tuple(types)),
+        space_sharing=case.space_sharing,
+        placement=case.placement,
+    )
+    order = [case.problem.names.index(name) for name in problem.names]
+    times = {name: getattr(case.problem, name)[order] for name in TIMES}
+    mine = allocate(replace(problem, **times), policy)
+    assert mine.objective == pytest.approx(allocate(case.problem, policy).objective, rel=2e-6)
 
 
 @examples(8, parent=small)

@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -154,6 +155,39 @@ def test_moves_by_hand() -> None:
     assert completions(timeline) == [1840.0 + 40.0 + 60.0, 1080.0 + 760.0]
     longer = [Job("a", "m", 100.0, restart_seconds=800.0)]  # more than two rounds
     assert completions(simulate_cluster(longer, UNIT, ONE, equal)) == [900.0]
+
+
+def test_moves_gain_more_than_they_cost() -> None:
+    """No allocation of a simulation is worth less, moves paid, than if all that run stayed."""
+    rng = random.Random(1)
+    rates = [
+        Rate(model, count, name, rng.uniform(1, 3) * count**0.8)
+        for model, count, name in product("abc", (1, 2, 4), ("v100", "k80"))
+    ]
+    jobs = [
+        Job(str(n), rng.choice("abc"), rng.uniform(2e3, 2e4), arrival_seconds=200.0 * n,
+            counts=(1, 2, 4), restart_seconds=rng.choice((20.0, 90.0)))
+        for n in range(12)
+    ]  # fmt: skip
+    run, asked = by_policy("max-throughput"), list[int]()
+
+    def watched(problem: AllocationProblem) -> Allocation:
+        found, there = run(problem), np.flatnonzero(problem.current >= 0)
+        part = problem.rates / problem.rates.max(axis=1, keepdims=True)
+        value = part[found.job, found.worker] * found.share
+        left = np.full(len(problem), np.inf)
+        left[there] = problem.steps[there] / problem.rates[there, problem.current[there]]
+        lease = np.minimum(np.maximum(600.0, 20 * problem.restart_seconds), left)
+        cost = value * (problem.restart_seconds / (lease + problem.restart_seconds))[found.job]
+        moved = found.worker != problem.current[found.job]
+        stay = part[there, problem.current[there]].sum()
+        assert value.sum() - cost[moved].sum() >= stay - 1e-6
+        asked.append(len(there))
+        return found
+
+    rules = ClusterRules(reset_seconds=600.0)
+    simulate_cluster(jobs, Throughputs(tuple(rates)), parse_pool("v100=4,k80=4"), watched, rules)
+    assert max(asked) > 1
 
 
 def test_jobs_choose_among_counts() -> None:

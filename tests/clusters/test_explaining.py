@@ -143,7 +143,7 @@ def test_computed_rates_have_a_range_of_completion() -> None:
         (one.seconds_low, job.steps_per_second_high),
         (one.seconds_high, job.steps_per_second_low),
     ):
-        assert seconds == pytest.approx(100.0 / rate)
+        assert seconds == pytest.approx(answer.prices[0].checkpoint_seconds + 100.0 / rate)
     changes = {change.change: change.steps_per_second for change in job.changes}
     prices = asked(trained(), parse_pool("h100=1x2"), explain="job")
     assert changes["on 1 in place of 2"] == explained(prices).steps_per_second

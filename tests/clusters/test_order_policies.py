@@ -1,7 +1,9 @@
 """Finish-time fairness, FIFO, SJF and early ends of a makespan, against programs over jobs."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -29,6 +31,31 @@ from stagewright.solvers.clusters.policies import allocate
 from stagewright.solvers.clusters.policies import fifo as fifo_solver
 from stagewright.solvers.clusters.policies import finish_time as finish_time_solver
 
+
+def kept(problem: AllocationProblem) -> Floats:
+    """Seconds at work of those of a lease and the move before it, by job and worker type."""
+    found = np.ones(problem.rates.shape)
+    for job, worker in np.ndindex(found.shape):
+        now, move = problem.current[job], problem.restart_seconds[job]
+        lease = max(problem.lease_seconds, 20 * move)
+        if now >= 0 and problem.rates[job, now] > 0:
+            lease = min(lease, problem.steps[job] / problem.rates[job, now])
+        if worker != now and np.isfinite(lease):
+            found[job, worker] = lease / (lease + move)
+    return found
+
+
+def moving(problem: AllocationProblem, seed: int) -> AllocationProblem:
+    """Some of the jobs run somewhere, and their next lease is hardly longer than a move."""
+    rng, jobs = np.random.default_rng(seed), len(problem)
+    return replace(
+        problem,
+        restart_seconds=rng.choice([0.0, 0.1, 1.0], jobs),
+        current=rng.integers(-1, len(problem.table.workers), jobs),
+        lease_seconds=rng.choice([0.5, 3.0, 30.0]),
+    )
+
+
 PAIRS = ("first", "second", "worker", "paired")
 some = examples(12, derandomize=True)
 
@@ -38,12 +65,13 @@ class Entries:
 
     def __init__(self, problem: AllocationProblem) -> None:
         table, kind = problem.table, problem.kind
-        self.columns = [(j, -1, w, r, 0.0) for (j, w), r in np.ndenumerate(problem.rates) if r > 0]
+        rates = problem.rates * kept(problem)
+        self.columns = [(j, -1, w, r, 0.0) for (j, w), r in np.ndenumerate(rates) if r > 0]
         for a, b, w, (first, second) in zip(
             table.first, table.second, table.worker, table.paired, strict=True
         ):
             self.columns += [
-                (i, j, w, first, second)
+                (i, j, w, first * kept(problem)[i, w], second * kept(problem)[j, w])
                 for i in np.flatnonzero(kind == a)
                 for j in np.flatnonzero(kind == b)
                 if i < j or (i != j and a != b)
@@ -126,28 +154,6 @@ def test_no_allocation_beats_the_bound_and_one_reaches_the_objective(case: Case)
         assert entries.level(finish_time.needs(problem, below)) < 1
 
 
-def test_bisection_finds_the_same_ratio():
-    problem = of_model([3.0, 5.0, 8.0, 20.0], "v100=1,k80=1", {"v100": 4.0, "k80": 1.0})
-    problem = replace(
-        problem,
-        elapsed_seconds=np.array([4.0, 1.0, 0.0, 9.0]),
-        isolated_seconds=np.array([1.0, 2.0, 0.0, 12.0]),
-    )
-    entries = Entries(problem)
-    low = (problem.elapsed_seconds / finish_time.isolated_finish(problem)).max()
-    high = 10.0
-    while high - low > 1e-9:
-        rho = (low + high) / 2
-        if entries.level(finish_time.needs(problem, rho)) >= 1:
-            high = rho
-        else:
-            low = rho
-    result = allocate(problem, "finish-time-fairness")
-    assert result.bound <= high
-    assert result.objective >= low
-    assert result.objective == pytest.approx(high, rel=2e-6)
-
-
 @some
 @given(random_case())
 def test_nobody_is_later_than_the_latest_of_the_isolated(case: Case):
@@ -214,22 +220,29 @@ def sparing(problem: AllocationProblem) -> AllocationProblem:
     return replace(problem, table=replace(table, alone=alone))
 
 
+@pytest.mark.parametrize(("policy", "order"), [("fifo", fifo), ("sjf", shortest_first)])
 @some
 @given(random_case(max_jobs=16))
-def test_fifo_equals_the_programs_over_jobs(case: Case):
+def test_jobs_in_order_equal_the_programs_over_jobs(policy: str, order: ModuleType, case: Case):
     problem, floor = case.problem, np.zeros(len(case.problem))
-    result = allocate(problem, "fifo")
+    result = allocate(problem, policy)
+    assert result.status is Status.OPTIMAL
     if any(job.counts for job in case.workload.jobs):
         first = sparing(problem)
-        limits, value = Limits(seconds=np.inf), fifo.values(first)
+        limits, value = Limits(seconds=np.inf), order.values(first)
         found = fifo_solver.most_value(first, value, floor, limits).allocation
         floor = throughput(first, found)
         assert value @ floor == pytest.approx(Entries(first).most(value, 0 * floor), rel=1e-7)
         assert (throughput(problem, result.allocation) >= floor * (1 - 1e-6) - 1e-5).all()
-    best = Entries(problem).most(fifo.values(problem), floor * (1 - 1e-8))
-    assert result.status is Status.OPTIMAL
-    assert result.objective == pytest.approx(best, rel=1e-6)
-    assert result.bound == pytest.approx(best, rel=1e-6)
+    elif policy == "sjf":
+        floor = shortest_first.floor(problem)
+        assert result.objective <= (problem.steps / problem.rates.max(axis=1)).min() * (1 + 1e-7)
+        assert result.bound <= result.objective * (1 + 1e-9)
+    value = order.values(problem)
+    best = Entries(problem).most(value, floor * (1 - 1e-8))
+    assert value @ throughput(problem, result.allocation) == pytest.approx(best, rel=1e-6)
+    if result.maximises:
+        assert (result.objective, result.bound) == (pytest.approx(best), pytest.approx(best))
 
 
 def of_counts(steps: tuple[float, ...], rates: tuple[float, ...], gpus: int) -> AllocationProblem:
@@ -353,17 +366,62 @@ def test_the_shortest_goes_first_and_the_next_follow():
     assert "'job 1'" in result.notes[0]
 
 
-@some
-@given(random_case(max_jobs=10))
-def test_sjf_keeps_the_shortest_and_then_serves_the_others(case: Case):
-    problem = case.problem
+def test_the_shortest_spreads_over_what_nobody_uses_better():
+    problem = of_counts((9.0, 1.0, 3.0), (1.0, 1.8, 3.0), 4)
     result = allocate(problem, "sjf")
-    floor = shortest_first.floor(problem)
-    assert result.objective <= (problem.steps / problem.rates.max(axis=1)).min() * (1 + 1e-7)
-    assert result.bound <= result.objective * (1 + 1e-9)
-    value = shortest_first.values(problem)
-    best = Entries(problem).most(value, floor * (1 - 1e-9))
-    assert value @ throughput(problem, result.allocation) == pytest.approx(best, rel=1e-6)
+    assert throughput(problem, result.allocation) == pytest.approx([1.0, 1.8, 1.0])
+    assert result.objective == pytest.approx(1 / 3 + 3 * 1.8 / 3 + 2 / 3)
+
+
+# Moves, in all policies.
+
+
+@pytest.mark.parametrize(
+    ("policy", "value"),
+    [
+        ("fifo", fifo.values),
+        ("sjf", shortest_first.values),
+        ("max-throughput", lambda problem: 1 / problem.rates.max(axis=1)),
+        ("max-min", None),
+    ],
+)
+@some
+@given(random_case(), st.integers(0, 2**32 - 1))
+def test_policies_count_the_time_of_moves(
+    policy: str,
+    value: Callable[[AllocationProblem], Floats] | None,
+    case: Case,
+    seed: int,
+):
+    problem = moving(case.problem, seed)
+    assume(policy not in ("fifo", "sjf") or not problem.elastic)
+    result, entries = allocate(problem, policy), Entries(problem)
+    if value is None:
+        assert result.objective == pytest.approx(entries.level(max_min.needs(problem)), rel=1e-6)
+        return
+    floor = np.zeros(len(problem))
+    if policy == "sjf":
+        shortest = (problem.steps / problem.rates.max(axis=1)).argmin()
+        floor[shortest] = (problem.rates * kept(problem))[shortest].max()
+    best = entries.most(value(problem), floor * (1 - 1e-8))
+    assert value(problem) @ throughput(problem, result.allocation) == pytest.approx(best, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rate", "steps", "moves"), [(1.04, 1e9, False), (1.06, 1e9, True), (1.06, 500.0, False)]
+)
+def test_a_job_moves_for_more_than_the_move_costs(rate: float, steps: float, moves: bool):
+    """50 s of 1,050 until the next allocation, or of 550 until the job's end."""
+    problem = of_model([steps], "v100=1,k80=1", {"v100": 1.0, "k80": rate})
+    problem = replace(
+        problem,
+        restart_seconds=np.array([50.0]),
+        current=np.array([0]),
+        lease_seconds=1000.0,
+    )
+    for policy in ("max-min", "makespan", "fifo", "sjf", "max-throughput", "water-filling"):
+        shares = allocate(problem, policy).allocation.dense(1, 2)
+        assert shares == pytest.approx(np.array([[1.0 - moves, float(moves)]]), abs=1e-5)
 
 
 # Common to them, and to other policies.

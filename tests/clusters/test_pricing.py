@@ -104,7 +104,7 @@ def test_servers_hold_equally_many() -> None:
     found = priced("h100=3x4", 1, 6, training=trained(global_batch=6), placement=True)
     servers = {(one.count, one.placement): one.servers for one in found.prices}
     assert servers == {(1, "consolidated"): 1, (6, "consolidated"): 2, (6, "spread"): 3}
-    assert len(found.assumed) == 1
+    assert len(found.assumed) == 2
     uneven = priced("h100=3x2", 5, training=trained(global_batch=5))
     assert uneven.prices[0].servers == 5
     assert uneven.assumed[-1].startswith("5 h100: equally many on each server")
@@ -113,6 +113,7 @@ def test_servers_hold_equally_many() -> None:
 def test_measured_throughputs_are_kept_and_the_rest_is_computed() -> None:
     measured = Rate("small", 2, "h100", 123.0)
     jobs = workload(2, 4, throughputs=Throughputs((measured,)))
+    jobs = replace(jobs, jobs=(jobs.jobs[0], replace(jobs.jobs[1], checkpoint_seconds=5.0)))
     pool = parse_pool("h100=2,a100=1x4")
     answer = price_jobs(PriceJobsRequest.of(workload=jobs, pool=pool))
     assert [(one.accelerator, one.count) for one in answer.prices] == [
@@ -124,7 +125,11 @@ def test_measured_throughputs_are_kept_and_the_rest_is_computed() -> None:
     assert not answer.workload.trainings
     assert [one.partition(",")[0] for one in answer.assumed] == [
         "computed for a100: servers of 4",
-    ]  # fmt: skip
+        "a move of small writes and reads 6.89 GB at 10 GB/s",
+    ]
+    # 2 bytes of a weight, 12 of its master and its moments, of 491,816,960 parameters.
+    computed = pytest.approx(2 * 14 * 491_816_960 / 10e9)
+    assert [job.checkpoint_seconds for job in answer.workload.jobs] == [computed, 5.0]
     result = stagewright.allocate(jobs, pool)
     assert result.bound == pytest.approx(stagewright.allocate(answer.workload, pool).bound)
     for one in (jobs, answer.workload):

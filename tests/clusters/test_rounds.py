@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from profiles import examples
 from strategies_allocation import Case, random_case, use_of
 
-from stagewright.executor.clusters.rounds import RESTARTS, Assignment, Mechanism
+from stagewright.executor.clusters.rounds import Assignment, Mechanism
 from stagewright.formulations.clusters.allocation import (
+    RESTARTS,
     Allocation,
     AllocationProblem,
     allocation_of_shares,

@@ -5,6 +5,10 @@
 No job is done sooner than at its fastest all of the time, and the shortest one can be. That leaves
 the others free: they are served like first in, first out (``fifo``), in order of their shortest
 durations instead of their arrival.
+
+Jobs that choose among counts have the two passes of ``fifo`` in that order, the shortest too: at
+its fastest it would hold accelerators that do more for those behind it. The objective is then the
+sum over jobs of their rank, most for the shortest, times throughput relative to the fastest.
 """
 
 import numpy as np
@@ -41,5 +45,5 @@ def floor(problem: AllocationProblem) -> Floats:
     """Steps per second that the shortest job must have; 0 for the others."""
     shortest = int(_shortest_seconds(problem).argmin())
     least = np.zeros(len(problem))
-    least[shortest] = problem.rates[shortest].max()
+    least[shortest] = (problem.rates * problem.kept)[shortest].max()
     return least

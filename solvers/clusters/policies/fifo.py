@@ -1,6 +1,7 @@
 """First in, first out; see ``formulations.policies.fifo``."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -38,27 +39,34 @@ class Worth:
 
 
 def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:
+    """Jobs in order of arrival."""
+    return in_order(problem, fifo.values, limits)
+
+
+def in_order(
+    problem: AllocationProblem, values: Callable[[AllocationProblem], Floats], limits: Limits
+) -> AllocationResult:
     """A linear program over jobs, or with space sharing some over runs of neighbouring jobs.
 
     Where jobs choose among counts there are two, and the second has the first one's throughputs
-    as floors.
+    as floors. ``values``: what a step per second of each job is worth, by the order of jobs.
     """
     until = perf_counter() + limits.seconds
-    value, floor = fifo.values(problem), np.zeros(len(problem))
+    floor = np.zeros(len(problem))
     if problem.elastic:
         sparing = fifo.efficient(problem)
-        first = most_value(sparing, fifo.values(sparing), floor, limits)
+        first = most_value(sparing, values(sparing), floor, limits)
         if first.allocation is None:
             return AllocationResult(first.status, None, None, None, None)
         floor = throughput(problem, first.allocation) * (1 - fifo.ROUNDING)
         floor[floor < _LEAST * problem.rates.max(axis=1)] = 0.0
         limits = replace(limits, seconds=max(0.0, until - perf_counter()))
-    found = most_value(problem, value, floor, limits)
+    found = most_value(problem, values(problem), floor, limits)
     if found.allocation is None:
         return AllocationResult(found.status, None, None, None, None)
     return AllocationResult(
         found.status,
-        fifo.objective(problem, found.allocation),
+        found.value,
         found.bound,
         found.allocation,
         f"duals of the linear program over jobs ({found.backend})",
@@ -93,8 +101,9 @@ def _in_runs(problem: AllocationProblem, value: Floats, floor: Floats, limits: L
     and pairs that would gain are let in, until the bound for single jobs and all pairs is met.
     """
     until = perf_counter() + limits.seconds
-    order = np.lexsort((np.arange(len(problem)), -value, problem.kind))
-    starts = _first_runs(problem.kind[order], floor[order] > 0)
+    alike = problem.alike
+    order = np.lexsort((np.arange(len(problem)), -value, alike))
+    starts = _first_runs(alike[order], floor[order] > 0)
     pairs = _first_pairs(problem, value, floor, limits)
     best = Worth(Status.NO_ANSWER, -math.inf, math.inf, None, "")
     while True:

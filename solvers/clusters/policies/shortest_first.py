@@ -6,11 +6,16 @@ from stagewright.formulations.clusters.allocation import AllocationProblem
 from stagewright.formulations.clusters.policies import shortest_first
 from stagewright.formulations.forms.answers import Limits
 from stagewright.solvers.clusters.answer import AllocationResult
-from stagewright.solvers.clusters.policies.fifo import most_value
+from stagewright.solvers.clusters.policies.fifo import in_order, most_value
 
 
 def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:
-    """The shortest job where it is fastest, then linear programs for the others."""
+    """The shortest job where it is fastest, then linear programs for the others.
+
+    Where jobs choose among counts, all in order of their shortest durations, in two passes.
+    """
+    if problem.elastic:
+        return in_order(problem, shortest_first.values, limits)
     value, floor = shortest_first.values(problem), shortest_first.floor(problem)
     found = most_value(problem, value, floor, limits)
     if found.allocation is None:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _SHOWN_JOBS = 40
 
 
-@command(headings={"The machines": "server_bandwidth network_bandwidth"})
+@command(headings={"The machines": "server_bandwidth network_bandwidth store_bandwidth"})
 def price_jobs(asked: Asked[PriceJobsRequest], given: Written) -> int:
     """Compute the throughputs of jobs that are trainings, by the search of train-plan.
 
