@@ -7,6 +7,7 @@ The iterations of a periodic plan count as steps, though they overlap. Their per
 while the pipeline is full, by the ends of microbatches.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -48,7 +49,8 @@ from stagewright.formulations.plans.actions import (
 )
 from stagewright.formulations.plans.periodic import steady_microbatches
 from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan
-from stagewright.formulations.plans.timing import message_counts
+from stagewright.formulations.plans.timing import message_seconds
+from stagewright.formulations.prices.collectives import link_seconds
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.chain import Chain, LayerCost
@@ -62,9 +64,9 @@ def correct(chain: Chain, plan: PipelinePlan, trace: Trace) -> Chain:
     forward time, and likewise the backward times, by parts if the plan splits them, and the time
     of the optimizer step. What a plan adds for messages is not a layer's.
     """
-    actions = pair_actions(pair_entries(plan, trace))
-    times = MeasuredStageTimes(dict(_without_messages(plan, actions)))
     _require_model(chain, plan)
+    actions = pair_actions(pair_entries(plan, trace))
+    times = MeasuredStageTimes(dict(_without_messages(chain, plan, actions)))
     layers = []
     for s, stage in enumerate(plan.stages):
         factors = _Factors.of(s, times)
@@ -83,15 +85,24 @@ def correct(chain: Chain, plan: PipelinePlan, trace: Trace) -> Chain:
 
 
 def _without_messages(
-    plan: PipelinePlan, actions: dict[Action, Pair]
+    chain: Chain, plan: PipelinePlan, actions: dict[Action, Pair]
 ) -> Iterator[tuple[Action, Pair]]:
     """Actions with the predicted seconds of their layers alone."""
-    forward, backward = message_counts(plan.stages, plan.microbatches)
-    counts = {F: forward, B: backward, I: backward}
+    size = plan.microbatch_size or chain.microbatch_size
+
+    def of_message(stop: int, senders: int, receivers: int) -> float:
+        costs = chain.layers[stop - 1].costs
+        of_sample = max(cost.output_bytes / cost.microbatch_size for cost in costs)
+        share = of_sample * -(-size // (senders * receivers))
+        rate = plan.message_bytes_per_second or math.inf
+        return link_seconds(share, rate, plan.message_seconds or 0.0)
+
+    forward, backward = message_seconds(plan.stages, plan.microbatches, of_message)
+    seconds = {F: forward, B: backward, I: backward}
     for action, pair in actions.items():
-        if plan.message_seconds and action.kind in counts:
-            of_stage = counts[action.kind][action.stage]
-            own = plan.message_seconds * float(of_stage[(action.microbatch or 0) % len(of_stage)])
+        if action.kind in seconds:
+            of_stage = seconds[action.kind][action.stage]
+            own = float(of_stage[(action.microbatch or 0) % len(of_stage)])
             pair = replace(pair, predicted=max(0.0, pair.predicted - own))
         yield action, pair
 

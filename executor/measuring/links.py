@@ -9,9 +9,13 @@ An all-reduce of all ranks is timed too. It also copies and adds, so that it rea
 the bandwidth.
 
 Between CPUs a message also takes time of the ranks that compute: of the thread that posts it, and
-of gloo's thread, which needs the same cores. It is measured as a pipeline has it: all ranks compute
-a unit of work, send one message and receive one, over and over, with messages in flight while they
-compute. What a round takes longer than without messages, halved, is a rank's time for a message.
+of gloo's thread, which needs the same cores; and what it divides is computed by two calls with
+colder caches in place of one. It is measured as a pipeline has it: all ranks carry out microbatches
+in one part without messages, and in two parts that send one message in each direction and receive
+as many, over and over, with messages in flight while they compute. A quarter of the processor time
+that the second way takes more is a rank's time for a message: a cut has two messages, on two ranks.
+Other processes change it less than elapsed time. Times of several sizes are fitted by a constant
+and a time per byte.
 """
 
 import itertools
@@ -131,14 +135,16 @@ class MeasuredLinks:
     """Measured bytes/s and seconds from rank i (row) to rank j (column); 0 for i = j.
 
     ``all_reduce_share`` is the share of the least bandwidth that an all-reduce reaches, at most 1.
-    ``message_seconds`` is the time of a rank for a message beside computation; None on GPUs, whose
-    messages take no time of the processors that compute.
+    ``message_seconds`` is the time of a rank for a message beside computation, without that of its
+    bytes, which ``message_bytes_per_second`` tells (None: they take none). Both are None on GPUs,
+    whose messages take no time of the processors that compute.
     """
 
     bandwidth: Floats
     latency: Floats
     all_reduce_share: float
     message_seconds: float | None
+    message_bytes_per_second: float | None
 
 
 def measure_links(
@@ -163,19 +169,26 @@ def measure_links(
     numbers = -(-max(sizes) // _NUMBER_BYTES)
     together = _all_reduce(numbers, rounds, device)
     share = reduce_share(ranks, _NUMBER_BYTES * numbers, together, bandwidth, latency)
-    message = _message_seconds(min(sizes), rounds) if device.type == "cpu" else None
-    return MeasuredLinks(bandwidth, latency, share, message)
+    message = _message_price(rounds) if device.type == "cpu" else (None, None)
+    return MeasuredLinks(bandwidth, latency, share, *message)
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     """Bandwidth (bytes/s) and one-way latency (s) of round trips, by relative least squares."""
+    both_ways, bandwidth = _line(sizes, seconds)
+    if bandwidth is None:  # all sizes took the same time: only the largest's rate is known
+        return max(sizes) / seconds[int(np.argmax(sizes))], 0.0
+    return bandwidth, both_ways / 2
+
+
+def _line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float | None]:
+    """A constant (s) and a rate (bytes/s), None if bytes take no time; relative least squares."""
     n, taken = np.array(sizes, dtype=float), np.array(seconds)
     scale = n.max()  # so that both columns have the same order of magnitude
     columns = np.column_stack([np.ones(len(n)), n / scale]) / taken[:, None]
-    (both_ways, of_largest), _ = nnls(columns * taken.max(), np.ones(len(n)))
-    if of_largest == 0:  # all sizes took the same time: only the largest's rate is known
-        return float(scale / taken[n.argmax()]), 0.0
-    return float(scale / (of_largest * taken.max())), float(both_ways * taken.max() / 2)
+    (constant, of_largest), _ = nnls(columns * taken.max(), np.ones(len(n)))
+    rate = float(scale / (of_largest * taken.max())) if of_largest else None
+    return float(constant * taken.max()), rate
 
 
 def reduce_share(
@@ -219,7 +232,8 @@ def describe(
         servers=servers,
         name=f"measured-{len(devices)}",
         all_reduce_share=rounded(links.all_reduce_share),
-        message_seconds=None if links.message_seconds is None else rounded(links.message_seconds),
+        message_seconds=_rounded_or_none(links.message_seconds),
+        message_bytes_per_second=_rounded_or_none(links.message_bytes_per_second),
     )
 
 
@@ -261,62 +275,90 @@ def _all_reduce(numbers: int, rounds: int, device: torch.device) -> float:
     return float(np.max(told, axis=0)[1:].min())
 
 
-UNIT_SECONDS = 1e-3  # of computation between two messages, as of a small stage
-EXCHANGES = 50  # in a row
-_SIDE = 96  # of the matrices that are multiplied in a unit
+MESSAGES = (4_096, 131_072, 524_288)  # bytes
+ITERATIONS = 25  # in a row
+_LAYERS, _WIDTH, _ROWS = 4, 512, 64  # of a microbatch: 1.5 ms, 1 MB of weights each layer
+_IN_FLIGHT = 4  # messages: those of two microbatches
 
 
-def _message_seconds(size: int, rounds: int) -> float:
-    """A rank's time for a message of ``size`` bytes, beside computation; of the slowest rank.
+def _message_price(rounds: int) -> tuple[float, float | None]:
+    """A rank's time for a message beside computation, of the slowest rank, and its bytes/s.
 
-    Each rank sends to the next and receives from the one before, by the executor's own calls; both
-    are in flight while it computes. The lower quartile of ``rounds`` differences to the same
-    computation without messages counts, as what else a machine does lengthens most of the others.
+    The median of ``rounds`` differences to the same computation without messages counts.
     """
-    products, added = _products(), []
-    for _ in range(1 + rounds):
-        alone = _exchange_seconds(0, products)
-        added.append(_exchange_seconds(size, products) - alone)
-    own = max(0.0, float(np.percentile(added[1:], 25)) / 2)
-    told = [own] * dist.get_world_size()
-    dist.all_gather_object(told, own)
-    return max(told)
+    weights = [torch.full((_WIDTH, _WIDTH), 1 / _WIDTH, requires_grad=True) for _ in range(_LAYERS)]
+    added = [[_added_seconds(size, weights) for size in MESSAGES] for _ in range(1 + rounds)]
+    own = np.median(added[1:], axis=0) / 4  # a cut has two messages on both sides
+    every = [own] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    return _line(MESSAGES, np.maximum(1e-6, np.max(every, axis=0)).tolist())  # a call takes 1 us
 
 
-def _products() -> int:
-    """How many products of matrices take a unit's seconds on the slowest rank, at least 1."""
-    start = time.thread_time()
-    _compute(torch.ones(_SIDE, _SIDE), 100)
-    each = torch.tensor((time.thread_time() - start) / 100)
-    dist.all_reduce(each, dist.ReduceOp.MAX)
-    return max(1, round(UNIT_SECONDS / float(each)))
+def _added_seconds(size: int, weights: Sequence[torch.Tensor]) -> float:
+    """By how much a cut and its messages of ``size`` bytes lengthen a microbatch."""
+    half = len(weights) // 2
+    cut = _microbatch_seconds(size, [weights[:half], weights[half:]])
+    return cut - _microbatch_seconds(size, [weights])
 
 
-def _compute(matrix: torch.Tensor, products: int) -> None:
-    for _ in range(products):
-        torch.mm(matrix, matrix)
+def _microbatch_seconds(size: int, parts: Sequence[Sequence[torch.Tensor]]) -> float:
+    """Processor time of a forward and a backward by ``parts``, gloo's thread included.
 
-
-def _exchange_seconds(size: int, products: int) -> float:
-    """Seconds of a unit of computation with a send and a receive of ``size`` bytes; 0: without."""
+    Where there are two, each rank sends to the next, by the executor's own calls, after the forward
+    of the first and the backward of the second part, and receives as much from the rank before.
+    What is sent is made of what was received.
+    """
     rank, ranks, cpu = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
     messages = Messages(RankPlace(("",) * ranks, rank, cpu, cpu, dist.group.WORLD))
-    matrix, message = torch.ones(_SIDE, _SIDE), torch.zeros(size, dtype=torch.uint8)
-    sent, received = ([Action(0, kind, i) for i in range(EXCHANGES)] for kind in (SEND_F, RECV_F))
+    rows, first = torch.ones(_ROWS, _WIDTH), torch.ones(size, dtype=torch.uint8)
+    rooms = [first] * (2 * ITERATIONS)
+    sent, received = ([Action(0, kind, i) for i in range(len(rooms))] for kind in (SEND_F, RECV_F))
+
+    def expect(i: int) -> None:
+        rooms[i] = torch.empty_like(first)
+        messages.expect(received[i], rooms[i], [rooms[i]], (rank - 1) % ranks, i)
+        messages.taken(received[i - _IN_FLIGHT])
+
+    def hand_over(i: int) -> None:
+        made = rooms[i - _IN_FLIGHT].clone()
+        if len(parts) > 1:
+            messages.post(sent[i], made, (rank + 1) % ranks, i)
+            messages.release(sent[i - _IN_FLIGHT])
+
     dist.barrier()
-    start = time.perf_counter()
-    for i in range(EXCHANGES):
-        if size:
-            room = torch.empty_like(message)
-            messages.expect(received[i], room, [room], (rank - 1) % ranks, i)
-        _compute(matrix, products)
-        if size:
-            messages.post(sent[i], message.detach().contiguous(), (rank + 1) % ranks, i)
-            messages.taken(received[i - 1])
-            messages.release(sent[i - 1])
-    messages.taken(received[-1])
-    messages.release(sent[-1])
-    return (time.perf_counter() - start) / EXCHANGES
+    start = time.process_time()
+    for i in range(0, len(rooms), 2):
+        if len(parts) > 1:
+            expect(i)
+            expect(i + 1)
+        _forward_and_backward(rows, parts, partial(hand_over, i), partial(hand_over, i + 1))
+    for i in range(-_IN_FLIGHT, 0):
+        messages.taken(received[i])
+        messages.release(sent[i])
+    return (time.process_time() - start) / ITERATIONS
+
+
+def _forward_and_backward(
+    values: torch.Tensor,
+    parts: Sequence[Sequence[torch.Tensor]],
+    after_forward: Callable[[], None],
+    after_backward: Callable[[], None],
+) -> None:
+    """Layers ``parts`` by part, as stages have them; calls after the first of each direction."""
+    graphs, gradient = [], values
+    for i, part in enumerate(parts):
+        given = values = values.detach().requires_grad_()
+        for layer in part:
+            values = values @ layer
+        graphs.append((given, values))
+        if i == 0:
+            after_forward()
+    for i, (given, values) in enumerate(reversed(graphs)):
+        torch.autograd.backward(values, gradient)
+        assert given.grad is not None
+        gradient = given.grad
+        if i == 0:
+            after_backward()
 
 
 def _as_senders_see_it(bandwidth: Floats, latency: Floats) -> tuple[Floats, Floats]:
@@ -337,6 +379,10 @@ def _memory_bytes(device: torch.device) -> float:
 
 def _each_rounded(values: Floats) -> Floats:
     return np.array([[rounded(value) for value in row] for row in values])
+
+
+def _rounded_or_none(value: float | None) -> float | None:
+    return None if value is None else rounded(value)
 
 
 def rounded(value: float) -> float:

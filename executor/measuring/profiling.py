@@ -7,14 +7,14 @@ memory. Timed are its forward and its whole backward (B) by autograd, and its fo
 parts of its backward (I and W) by the pieces that a run makes of it, which may take longer. A cost
 has one forward, the first: I takes up how much longer or shorter the forward by pieces is, or W how
 much longer where no input has a gradient. Of a layer without pieces I is B, as in a run. B and W
-add to gradients that are there, as in every microbatch but the first. Rounds over all layers are
-repeated and medians taken, so that a disturbance of the machine affects all layers equally. With
-one thread of a CPU processor time is measured, which other processes do not affect; otherwise
-elapsed time. On a GPU it is that between events in its stream: nothing waits for a layer, as in a
-run (`MeasuringMachine.timed`). Masks and positions that several layers make of the same inputs are
-made in the first of them, as in a stage (`made_once`); a stage that begins later makes them again,
-which no layer's time includes. Those of sizes and buffers alone are made before the rounds that
-count, as before a run's second microbatch.
+add to gradients that are there, as in every microbatch but the first. Before each update on a CPU
+other memory is used, as in a run. Rounds over all layers are repeated and medians taken, so that a
+disturbance of the machine affects all layers equally. With one thread of a CPU processor time is
+measured, which other processes do not affect; otherwise elapsed time. On a GPU it is that between
+events in its stream: nothing waits for a layer, as in a run (`MeasuringMachine.timed`). Masks and
+positions that several layers make of the same inputs are made in the first of them, as in a stage
+(`made_once`); a stage that begins later makes them again, which no layer's time includes. Those of
+sizes and buffers alone are made before the rounds that count, as before a run's second microbatch.
 
 ``saved_bytes`` counts every storage that autograd keeps once, without parameters and buffers. A
 tensor that two neighbouring layers keep is counted in both, because a cut between them makes two
@@ -56,6 +56,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 
 WARM_UP = 2  # rounds
+OTHER_BYTES = 16 * 2**20  # used between two updates of a layer
 
 Values = tuple[Tensor, ...]
 
@@ -161,6 +162,7 @@ def _measure_updates(
     rounds: int,
 ) -> tuple[list[float], float]:
     """Seconds of the update of each layer, and bytes of state per byte of parameters."""
+    other = torch.zeros(OTHER_BYTES if machine.device.type == "cpu" else 0, dtype=torch.uint8)
 
     def times(weights: Weights) -> float:
         def update() -> None:
@@ -168,7 +170,10 @@ def _measure_updates(
                 weights.squares()
             weights.update(0.5 if clips else 1.0)
 
-        measured = [machine.timed(update)[0] for _ in range(WARM_UP + rounds)]
+        measured = []
+        for _ in range(WARM_UP + rounds):
+            other.add_(1)  # as the other layers' gradients, drives the weights out of the caches
+            measured.append(machine.timed(update)[0])
         return float(np.median([one() for one in measured][WARM_UP:]))
 
     number = nn.Linear(1, 1, bias=False, device=machine.device, dtype=_dtype(model))

@@ -26,12 +26,10 @@ def broken_frame(problem: PipelineProblem, plan: PipelinePlan) -> Iterator[Viola
             "microbatches",
             f"the plan has {plan.microbatches}, the problem {problem.microbatches}",
         )
-    if plan.message_seconds != problem.cluster.message_seconds:
-        yield Violation(
-            "message_seconds",
-            "message_seconds",
-            f"the plan has {plan.message_seconds}, the cluster {problem.cluster.message_seconds}",
-        )
+    for name in ("message_seconds", "message_bytes_per_second"):
+        told, known = getattr(plan, name), getattr(problem.cluster, name)
+        if told != known:
+            yield Violation(name, name, f"the plan has {told}, the cluster {known}")
     yield from _broken_weights(plan)
     yield from _broken_streams(plan)
     if plan.is_backward_first:

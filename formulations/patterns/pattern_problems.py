@@ -22,7 +22,7 @@ from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.shards import of_shard
 from stagewright.formulations.plans.timing import (
     compute_seconds,
-    message_counts,
+    message_seconds,
     offload_seconds,
     reduce_seconds,
     transfer_seconds,
@@ -151,9 +151,9 @@ class PatternProblems:
 
     def _messages(self, stages: Sequence[Stage]) -> Floats:
         """Time for messages in each stage's forward and in its backward, shape (2, S)."""
-        if not self.problem.cluster.message_seconds:
+        if self.problem.cluster.message_seconds is None:
             return np.zeros((2, len(stages)))
-        return self.problem.message_seconds(np.array(message_counts(stages, 1))[:, :, 0])
+        return np.array(message_seconds(stages, 1, self.problem.message_seconds))[:, :, 0]
 
     def _memory(self, names: tuple[str, ...]) -> float:
         if names not in self._memories:

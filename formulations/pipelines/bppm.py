@@ -256,7 +256,7 @@ def makespan_problem(
     Its ``reduce`` is the all-reduce of a stage followed by the optimizer step; a device without
     other stages is idle then. None if some stage cannot hold one microbatch in memory.
     """
-    messages = message_seconds(problem, [len(stage.devices) for stage in stages])
+    messages = message_seconds(problem, [(stage.stop, len(stage.devices)) for stage in stages])
     computed = [
         np.add(problem.compute_seconds(s.start, s.stop, s.devices), own).tolist()
         for s, own in zip(stages, messages, strict=True)
@@ -279,14 +279,18 @@ def makespan_problem(
     )
 
 
-def message_seconds(problem: PipelineProblem, devices: Sequence[int]) -> list[float]:
-    """Time for messages in a forward of each stage, and in a backward, on so many ``devices``.
+def message_seconds(problem: PipelineProblem, stages: Sequence[tuple[int, int]]) -> list[float]:
+    """Time for messages in a forward, and in a backward, of each stage: its end and its devices.
 
     A device of a stage exchanges one with each of the stage before it and of the stage after it.
     """
-    around = (0, *devices, 0)
-    counts = [float(a + b) for a, b in zip(around, around[2:], strict=False)]
-    return list(map(problem.message_seconds, counts))
+    seconds = [0.0] * len(stages)
+    if problem.cluster.message_seconds is not None:
+        for s, ((stop, senders), (_, receivers)) in enumerate(pairwise(stages)):
+            each = problem.message_seconds(stop, senders, receivers)
+            seconds[s] += receivers * each
+            seconds[s + 1] += senders * each
+    return seconds
 
 
 def lemma1_seconds(problem: MakespanProblem) -> float:

@@ -113,6 +113,7 @@ def _with_figures(
         assumed_share=problem.assumed_share,
         microbatch_size=problem.microbatch_size,
         message_seconds=problem.cluster.message_seconds,
+        message_bytes_per_second=problem.cluster.message_bytes_per_second,
         layers=tuple(
             PlannedLayer(layer.name, layer.parameter_bytes) for layer in problem.chain.layers
         ),

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.formulations.prices.collectives import Amount, link_seconds, ring_seconds
+from stagewright.formulations.prices.collectives import link_seconds, ring_seconds
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_MICROBATCHES, MIN_MEMORY, require_count
@@ -256,9 +256,15 @@ class PipelineProblem:
         back, late_back = self._slowest_link(receivers, senders)
         return link_seconds(share, there, late_there), link_seconds(share, back, late_back)
 
-    def message_seconds(self, messages: Amount) -> Amount:
-        """Time of its own that a device spends on ``messages`` which it sends or receives."""
-        return messages * (self.cluster.message_seconds or 0.0)
+    def message_seconds(self, stop: int, senders: int, receivers: int) -> float:
+        """A device's own time for a message after layer ``stop - 1``, sent or received.
+
+        It is one from one of ``senders`` to one of ``receivers``, as of `transfer_seconds`.
+        """
+        share = self.share_bytes(self.boundary_bytes(stop), senders * receivers)
+        cluster = self.cluster
+        rate = cluster.message_bytes_per_second or math.inf
+        return link_seconds(share, rate, cluster.message_seconds or 0.0)
 
     def _slowest_link(self, ones: Sequence[int], others: Sequence[int]) -> tuple[float, float]:
         """The slowest bandwidth and latency; searches ask for the same groups again and again."""

@@ -304,7 +304,7 @@ class PipelinePlan(Envelope):
 
     ``digest`` identifies the problem (model, cluster, microbatches), ``layers`` (None: unknown) are
     the model's, ``memory_limit_bytes``, ``assumed_share`` and ``microbatch_size`` are the
-    problem's, ``message_seconds`` the cluster's. Stages may share devices. ``weights`` says when
+    problem's, the times of messages the cluster's. Stages may share devices. ``weights`` says when
     the weights change:
 
     - ``flush``: once, at the end of the iteration, by the gradient of all microbatches.
@@ -332,6 +332,7 @@ class PipelinePlan(Envelope):
     assumed_share: float | None = None
     microbatch_size: int | None = None
     message_seconds: float | None = None
+    message_bytes_per_second: float | None = None
     format: Literal["stagewright-plan"] = FORMAT
     version: Literal[1] = VERSION
     kind: Literal["pipeline"] = "pipeline"

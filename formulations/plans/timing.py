@@ -5,8 +5,9 @@ byte part in `memory`, and nothing else.
 """
 
 import math
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -117,7 +118,7 @@ def durations(
     for kind, absent in ((B, parts), (I, ~parts), (W, ~parts)):
         seconds[kind][absent] = np.nan
     _add_transfers(problem, stages, seconds)
-    if problem.cluster.message_seconds:
+    if problem.cluster.message_seconds is not None:
         _add_messages(problem, stages, seconds)
     return seconds
 
@@ -193,33 +194,42 @@ def _add_transfers(problem: PipelineProblem, stages: Sequence[Stage], seconds: B
 
 def _add_messages(problem: PipelineProblem, stages: Sequence[Stage], seconds: Blocks) -> None:
     """Add the time for messages to the computations that make and take them: F, and B or I."""
-    forward, backward = message_counts(stages, problem.microbatches)
-    for kind, counts in ((F, forward), (B, backward), (I, backward)):
-        seconds[kind] += problem.message_seconds(counts)
+    forward, backward = message_seconds(stages, problem.microbatches, problem.message_seconds)
+    for kind, own in ((F, forward), (B, backward), (I, backward)):
+        seconds[kind] += own
 
 
-def message_counts(stages: Sequence[Stage], microbatches: int) -> tuple[Floats, Floats]:
-    """Messages of a device in a forward and in a backward, W without any; each of shape (S, M).
+def message_seconds(
+    stages: Sequence[Stage], microbatches: int, of_message: Callable[[int, int, int], float]
+) -> tuple[Floats, Floats]:
+    """Time for messages in a forward and in a backward, W without any; each of shape (S, M).
 
-    Of the devices that work on a microbatch the one with the most messages counts.
+    Of the devices that work on a microbatch the one with the most messages counts. ``of_message``
+    as `PipelineProblem.message_seconds`.
     """
     forward, backward = np.zeros((2, len(stages), microbatches))
     for s, (one, other) in enumerate(pairwise(stages)):
         for first, cycle in channels(stages, s, microbatches):
             lower, upper = one.runners(first), other.runners(first)
-            there = _most_messages(crossing(lower, one.tensor, upper, other.tensor))
-            back = _most_messages(crossing(upper, other.tensor, lower, one.tensor))
+            each = partial(of_message, one.layers[1])
+            there = _most_seconds(crossing(lower, one.tensor, upper, other.tensor), each)
+            back = _most_seconds(crossing(upper, other.tensor, lower, one.tensor), each)
             forward[s : s + 2, first::cycle] += np.array(there)[:, None]
             backward[s : s + 2, first::cycle] += np.array(back[::-1])[:, None]
     return forward, backward
 
 
-def _most_messages(ends: Sequence[tuple[Sequence[str], Sequence[str]]]) -> tuple[int, int]:
-    """The most messages that a device sends, and that one receives, of a microbatch."""
-    sent, received = Counter[str](), Counter[str]()
+def _most_seconds(
+    ends: Sequence[tuple[Sequence[str], Sequence[str]]], each: Callable[[int, int], float]
+) -> tuple[float, float]:
+    """The most time that a device needs to send, and that one needs to receive, a microbatch."""
+    sent, received = defaultdict[str, float](float), defaultdict[str, float](float)
     for senders, receivers in ends:
-        sent.update(dict.fromkeys(senders, len(receivers)))
-        received.update(dict.fromkeys(receivers, len(senders)))
+        seconds = each(len(senders), len(receivers))
+        for name in senders:
+            sent[name] += len(receivers) * seconds
+        for name in receivers:
+            received[name] += len(senders) * seconds
     return max(sent.values()), max(received.values())
 
 

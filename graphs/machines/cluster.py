@@ -108,7 +108,8 @@ class Cluster:
     reaches, as it also copies and adds; None if it is not known, and all is assumed.
     ``message_seconds`` is the time of its own that a device spends on each message it sends or
     receives, in the computation that makes or takes it; None if it is not known, and none is
-    assumed. ``source`` says where the figures are from that nobody gave.
+    assumed. Its bytes add to that by ``message_bytes_per_second`` (None: nothing). ``source`` says
+    where the figures are from that nobody gave.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -118,6 +119,7 @@ class Cluster:
     links: Links
     all_reduce_share: float | None = None
     message_seconds: float | None = None
+    message_bytes_per_second: float | None = None
     source: str | None = None
     format: Literal["stagewright-cluster"] = FORMAT
     version: Literal[1] = VERSION
@@ -132,8 +134,7 @@ class Cluster:
         share = self.all_reduce_share
         if share is not None and not 0 < share <= 1:
             raise InputError(f"all_reduce_share must be above 0 and at most 1, got {share:g}")
-        if self.message_seconds is not None:
-            require_amount(self.message_seconds, "message_seconds")
+        _require_message_price(self.message_seconds, self.message_bytes_per_second)
         if self.links.servers is not None:
             _require_cover("servers", self.links.servers, names)
         if isinstance(self.links, MatrixLinks):
@@ -259,6 +260,7 @@ def from_matrix(
     name: str = "matrix",
     all_reduce_share: float | None = None,
     message_seconds: float | None = None,
+    message_bytes_per_second: float | None = None,
 ) -> Cluster:
     """A cluster of arbitrary links; ``bandwidth[i][j]`` in bytes/s, None where there is none."""
     rows = tuple(
@@ -272,7 +274,10 @@ def from_matrix(
     )
     grouped = None if servers is None else tuple(tuple(server) for server in servers)
     links = MatrixLinks(rows, fixed_latency, grouped)
-    return Cluster(name, tuple(devices), links, all_reduce_share, message_seconds)
+    return Cluster(
+        *(name, tuple(devices), links, all_reduce_share),
+        *(message_seconds, message_bytes_per_second),
+    )
 
 
 def load_cluster(path: str | os.PathLike[str]) -> Cluster:
@@ -342,6 +347,15 @@ def _require_matrix(links: MatrixLinks, names: Sequence[str]) -> None:
         for (i, j), entry in np.ndenumerate(np.array(matrix, dtype=object)):
             if i != j and entry is not None:
                 _require_entry(field, entry, f"links.{field}[{i}][{j}] ({names[i]} to {names[j]})")
+
+
+def _require_message_price(seconds: float | None, bytes_per_second: float | None) -> None:
+    if seconds is not None:
+        require_amount(seconds, "message_seconds")
+    if bytes_per_second is not None:
+        require_bandwidth(bytes_per_second, "message_bytes_per_second")
+        if seconds is None:
+            raise InputError("message_bytes_per_second needs message_seconds, which may be 0")
 
 
 def _require_entry(field: str, entry: float, place: str) -> None:

@@ -146,6 +146,7 @@ SERVERS = uniform_servers(2, 2, Link(100e9), Link(12.5e9))
         (("devices", 1, "name"), "s0g0", "two devices are named 's0g0'"),
         (("all_reduce_share",), 0.0, "all_reduce_share must be above 0 and at most 1, got 0"),
         (("message_seconds",), -1e-4, "message_seconds must be finite and not negative"),
+        (("message_bytes_per_second",), 1e9, "message_bytes_per_second needs message_seconds"),
         (("devices", 0, "memory_bytes"), 16, "is a unit missing"),
         (("links", "intra", "bandwidth_bytes_per_second"), 12, "is a unit missing"),
         (("links", "intra", "bandwidth_bytes_per_second"), 0, "must be positive"),

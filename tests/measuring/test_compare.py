@@ -405,7 +405,7 @@ def test_a_corrected_model_predicts_what_was_measured() -> None:
 
 def test_a_correction_leaves_out_what_messages_add() -> None:
     """Computations measured without the plan's time for messages: the layers are as they were."""
-    own = replace(PROBLEM.cluster, message_seconds=1e-3)
+    own = replace(PROBLEM.cluster, message_seconds=1e-3, message_bytes_per_second=1e9)
     problem = replace(PROBLEM, cluster=own)
     plan = valid_plan(problem, PLAN.stages)
     alone = replace(PLAN, digest=plan.digest)

@@ -366,6 +366,7 @@ def test_links_between_ranks(ranks: Ranks) -> None:
     assert 0 < links.all_reduce_share <= 1
     assert cluster.all_reduce_share == pytest.approx(links.all_reduce_share, rel=1e-3)
     assert links.message_seconds is not None
+    assert (links.message_bytes_per_second or 1) > 0
     assert links.message_seconds >= 0
     assert cluster.message_seconds == pytest.approx(links.message_seconds, rel=1e-3)
     for pair in itertools.permutations(range(3), 2):

@@ -71,17 +71,25 @@ def test_messages_take_time_of_computations_on_both_sides() -> None:
     # Each of two devices with one other; that one with both, and nothing with itself.
     assert lasting[F][:, 0].tolist() == [0.5 + 0.25, 1 + 2 * 0.25, 1]
     assert lasting[B][:, 0].tolist() == [1 + 0.25, 2 + 2 * 0.25, 2]
+    # Each of the two devices sends its half of the microbatch.
+    half = problem.boundary_bytes(1) / 2
+    cluster = replace(problem.cluster, message_bytes_per_second=half / 0.125)
+    lasting = durations(replace(problem, cluster=cluster), stages)
+    assert lasting[F][:, 0].tolist() == [0.5 + 0.375, 1 + 2 * 0.375, 1]
+    assert lasting[B][:, 0].tolist() == [1 + 0.375, 2 + 2 * 0.375, 2]
 
 
 def test_a_plan_says_what_its_messages_cost() -> None:
     problem = small_problem(layers=4, devices=2, microbatches=2)
-    problem = replace(problem, cluster=replace(problem.cluster, message_seconds=1.0))
+    cluster = replace(problem.cluster, message_seconds=1.0, message_bytes_per_second=1e6)
+    problem = replace(problem, cluster=cluster)
     plan = valid_plan(problem, make_stages((2, 4), (1, 1), ("split", "split")))
     assert check(problem, plan) == ()
     assert simulate(problem, plan).iteration_seconds == pytest.approx(finish_seconds(plan))
-    for forged in (None, 2.0):
-        rules = [one.rule for one in check(problem, replace(plan, message_seconds=forged))]
-        assert rules == ["message_seconds"]
+    for name in ("message_seconds", "message_bytes_per_second"):
+        for forged in (None, 2.0):
+            rules = [one.rule for one in check(problem, replace(plan, **{name: forged}))]
+            assert rules == [name]
 
 
 def test_more_devices_than_samples_break_a_rule() -> None:

@@ -1,5 +1,6 @@
 """Small problems and valid plans for them, by a naive list scheduler that knows no planner."""
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -198,6 +199,7 @@ def valid_plan(
         problem.microbatches, tuple(stages), Schedule(tuple(entries), begins), weights=weights,
         layers=tuple(PlannedLayer(e.name, e.parameter_bytes) for e in problem.chain.layers),
         message_seconds=problem.cluster.message_seconds,
+        message_bytes_per_second=problem.cluster.message_bytes_per_second,
     )  # fmt: skip
 
 
@@ -443,7 +445,7 @@ def _message_seconds(problem: PipelineProblem, stages: Sequence[Stage], action: 
     """Time for messages of the busiest device: what the action takes, and what it hands over."""
     s, m = action.stage, action.microbatch
     ways = {F: ((s - 1, s), (s, s + 1)), W: ()}.get(action.kind, ((s + 1, s), (s, s - 1)))
-    count = 0
+    total, cluster = 0.0, problem.cluster
     for source, target in ways:
         if not (0 <= source < len(stages) and 0 <= target < len(stages)):
             continue
@@ -458,8 +460,15 @@ def _message_seconds(problem: PipelineProblem, stages: Sequence[Stage], action: 
             if i % one.tensor == j % other.tensor % one.tensor
         ]
         place = 0 if source == s else 1
-        count += max(Counter(pair[place] for pair in sent).values())
-    return count * (problem.cluster.message_seconds or 0.0)
+        shares = len(senders) // one.tensor * (len(receivers) // other.tensor)
+        samples = problem.chain.microbatch_size
+        part = -(-samples // shares) / samples
+        moved = part * problem.boundary_bytes(max(one.layers[0], other.layers[0]))
+        seconds = (cluster.message_seconds or 0.0) + moved / (
+            cluster.message_bytes_per_second or math.inf
+        )
+        total += seconds * max(Counter(pair[place] for pair in sent).values())
+    return total
 
 
 def _compute_seconds(
@@ -509,9 +518,15 @@ def scaled(problem: PipelineProblem, factor: float) -> PipelineProblem:
     names = [[cluster.devices[v].name for v in server] for server in cluster.servers]
     bandwidth, latency = cluster.bandwidth / factor, (cluster.latency * factor).tolist()
     messages = (cluster.message_seconds or 0.0) * factor
+    rate = cluster.message_bytes_per_second
     return PipelineProblem(
         replace(problem.chain, layers=layers),
-        from_matrix(cluster.devices, bandwidth, latency, servers=names, message_seconds=messages),
+        from_matrix(
+            *(cluster.devices, bandwidth, latency),
+            servers=names,
+            message_seconds=messages,
+            message_bytes_per_second=None if rate is None else rate / factor,
+        ),
         problem.microbatches,
     )
 

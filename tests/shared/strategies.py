@@ -80,7 +80,10 @@ def random_cluster(
     milliseconds = st.sampled_from((0.0, 1.0, 3.0)).map(lambda x: x * MILLISECOND)
     delays = _matrix(draw, count, symmetric, milliseconds) if latency else 0.0
     messages = draw(st.sampled_from((None, 0.5 * MILLISECOND))) if latency else None
-    return from_matrix(devices, bandwidth, delays, message_seconds=messages)
+    rate = draw(st.sampled_from((None, *BANDWIDTHS))) if messages else None
+    return from_matrix(
+        devices, bandwidth, delays, message_seconds=messages, message_bytes_per_second=rate
+    )
 
 
 @st.composite

@@ -70,6 +70,7 @@ def cluster_of_groups(
         name=cluster.name,
         all_reduce_share=cluster.all_reduce_share,
         message_seconds=cluster.message_seconds,
+        message_bytes_per_second=cluster.message_bytes_per_second,
     )
 
 

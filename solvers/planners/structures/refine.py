@@ -90,7 +90,8 @@ class PlainPrices:
         forward, backward, finish, limits = zip(*known, strict=True)
         if min(limits) < 1:
             return None
-        messages = message_seconds(self.problem, [len(stage.devices) for stage in stages])
+        ends = [(stage.layers[1], len(stage.devices)) for stage in stages]
+        messages = message_seconds(self.problem, ends)
         forward, backward = (tuple(np.add(one, messages).tolist()) for one in (forward, backward))
         sends = [self._send(one, other) for one, other in pairwise(stages)]
         there, back = zip(*sends, strict=True) if sends else ((), ())
