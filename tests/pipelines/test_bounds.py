@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import brute_force_makespan
+from makespan_oracle import brute_force_makespan
 from profiles import examples
 from strategies import random_makespan
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import all_stages, brute_force_joint, brute_force_makespan
+from makespan_oracle import brute_force_makespan
+from oracles import all_stages, brute_force_joint
 from profiles import examples
 from strategies import PROBLEMS
 

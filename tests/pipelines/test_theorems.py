@@ -6,12 +6,12 @@ from math import inf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from makespan_oracle import brute_force_makespan
 from oracles import (
     all_stages,
     balanced_partitions,
     bottleneck,
     brute_force_joint,
-    brute_force_makespan,
     lemma1_bound,
     lemma2_factor,
     pe_reference,

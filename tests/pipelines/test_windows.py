@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from makespan_oracle import optimal_timetable
-from oracles import brute_force_makespan
+from makespan_oracle import brute_force_makespan, optimal_timetable
 from profiles import examples
 from strategies import random_makespan, random_placed_makespan
 

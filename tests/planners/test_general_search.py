@@ -23,6 +23,7 @@ from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.pipelines.structures.scheduling import best_schedule, rules_for
 from stagewright.solvers.planners.general import plan_general
 from stagewright.solvers.planners.steps.proposal import Choices, Proposal, cost_of
+from stagewright.solvers.planners.structures.arrangements import pipelines
 from stagewright.solvers.planners.structures.moves import StructureMoves
 
 PROOFS = Path(__file__).parents[3] / "shared" / "data" / "proofs"
@@ -222,6 +223,27 @@ def test_as_few_first_layers_as_need_be_recompute() -> None:
     roomy = uniform_servers(1, 2, Link(1e9), memory_bytes=65 * MB)
     moves = StructureMoves(PipelineProblem(_chain(6, 10 * MB), roomy, 2), Choices("full"))
     assert not [*moves.relieved([start])]
+
+
+def test_all_reduces_run_beside_the_backwards_of_other_stages_on_the_same_devices() -> None:
+    # Of one stage the all-reduce of 6 ms follows 12 ms; of four, that of the first layer is left.
+    cost = LayerCost(1, 1 * MS, 1.0, 50 * MB, 2 * MS)
+    chain = Chain("equal", "test", 1, tuple(Layer(f"l{i}", 1.5 * MB, (cost,)) for i in range(4)))
+    problem = PipelineProblem(chain, uniform_servers(2, 1, Link(1e9), Link(1e9)), 2)
+    found = plan_general(problem, Limits(5), silent)
+    assert isinstance(found, Proposal)
+    assert cost_of(problem, found) == pytest.approx(13.5 * MS)
+
+
+def test_every_server_may_run_a_copy_of_a_pipeline() -> None:
+    cluster = uniform_servers(2, 2, Link(1e10), Link(1e9))
+    problem = PipelineProblem(_chain(4, 0.0), cluster, 4)
+    stages = [
+        [one.devices for one in structure.stages if one.replication == "round-robin"]
+        for structure in pipelines(problem, range(4))
+    ]
+    assert [("s0g0", "s1g0"), ("s0g1", "s1g1")] in stages
+    assert [("s0g0", "s1g0", "s0g1", "s1g1")] in stages
 
 
 @pytest.mark.parametrize("planner", ["spp", "gpipe", "pipedream", "hetpipe", "exact", "dp"])

@@ -41,6 +41,15 @@ class State:
 
 def optimal_timetable(problem: MakespanProblem) -> Timetable:
     """A timetable of least makespan."""
+    return _timetable(problem, _best(problem, fifo=False))
+
+
+def brute_force_makespan(problem: MakespanProblem, fifo: bool = False) -> float:
+    """The least makespan; with ``fifo`` every block does the microbatches in one order."""
+    return _best(problem, fifo).makespan
+
+
+def _best(problem: MakespanProblem, fifo: bool) -> State:
     way = _way(problem)
     names = {machine for _, _, machine, _ in way if machine}
     free = tuple((name, 0.0) for name in sorted(names))
@@ -49,11 +58,11 @@ def optimal_timetable(problem: MakespanProblem) -> Timetable:
     while states:
         reached: dict[tuple, list[State]] = {}
         for state in states:
-            for following in _steps(problem, way, state):
+            for following in _steps(problem, way, state, fifo):
                 key = tuple((job.done, job.waiting) for job in following.jobs)
                 reached.setdefault(key, []).append(following)
         last, states = states, [s for group in reached.values() for s in _undominated(group)]
-    return _timetable(problem, min(last, key=lambda state: state.makespan))
+    return min(last, key=lambda state: state.makespan)
 
 
 def _way(problem: MakespanProblem) -> list[tuple[str, int, str, float]]:
@@ -73,9 +82,11 @@ def _way(problem: MakespanProblem) -> list[tuple[str, int, str, float]]:
     return there + back[::-1]
 
 
-def _steps(problem: MakespanProblem, way: list, state: State) -> Iterator[State]:
+def _steps(problem: MakespanProblem, way: list, state: State, fifo: bool) -> Iterator[State]:
     tried = set()
     for j, job in enumerate(state.jobs):
+        if fifo and j > 0 and state.jobs[j - 1].done <= job.done:
+            continue
         if (job.done, job.waiting, job.times()) in tried:
             continue  # the same microbatch under another name
         tried.add((job.done, job.waiting, job.times()))

@@ -6,12 +6,12 @@ enumerations. Only the problems' own cost model (seconds and bytes) is taken fro
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import combinations, pairwise, permutations, product
 from math import inf
 
-import numpy as np
+from makespan_oracle import brute_force_makespan
 
 from stagewright.formulations.pipelines.bppm import BalancedPartition, StageChoice
 from stagewright.formulations.pipelines.makespan import MakespanProblem
@@ -97,97 +97,6 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
         yield tuple(b - a for a, b in pairwise((0, *cuts, total)))
 
 
-# --- The exact makespan of fixed stages (SPP III-B2) ----------------------------------------
-
-
-def brute_force_makespan(problem: MakespanProblem, fifo: bool = False) -> float:
-    """The optimum over all orders of all blocks on all stages and channels.
-
-    Every order is built block by block: a block is appended behind what its stage or channel
-    already does and starts as early as it can. Of partial schedules that have carried the
-    microbatches equally far, those that are nowhere earlier than another are dropped. Microbatches
-    are interchangeable, but nothing is assumed of the order in which a block processes them
-    unless ``fifo`` asks for the order of their indices.
-    """
-    route = _route(problem)
-    count, resources = problem.microbatches, 2 * problem.stages - 1
-    start = ((0.0,) * count, (0.0,) * resources)  # microbatches ready at, resources free at
-    fronts = {(0,) * count: [start]}
-    for _ in range(count * len(route)):
-        reached = defaultdict(set)
-        for progress, states in fronts.items():
-            for m in _choices(problem, progress, route, fifo):
-                for ready, free in states:
-                    following, state = _append(progress, ready, free, m, route)
-                    reached[following].add(state)
-        fronts = {progress: _undominated(states) for progress, states in reached.items()}
-    if not fronts:
-        return inf
-    (finished,) = fronts.values()
-    # The last block of every stage is a backward, behind which its all-reduce runs.
-    return min(
-        max(free[s] + problem.reduce[s] for s in range(problem.stages)) for _, free in finished
-    )
-
-
-def _route(problem: MakespanProblem) -> list[tuple[int, float]]:
-    """(resource, duration) of a microbatch's blocks; stages are 0..S-1, channel c is S + c."""
-    last = problem.stages - 1
-    route = []
-    for s in range(last):
-        route += [(s, problem.forward[s]), (problem.stages + s, problem.send_forward[s])]
-    route += [(last, problem.forward[last]), (last, problem.backward[last])]
-    for s in reversed(range(last)):
-        route += [(problem.stages + s, problem.send_backward[s]), (s, problem.backward[s])]
-    return route
-
-
-def _choices(
-    problem: MakespanProblem,
-    progress: tuple[int, ...],
-    route: Sequence[tuple[int, float]],
-    fifo: bool,
-) -> Iterator[int]:
-    """Microbatches whose next block may come next: one for every position on the route or, of
-    interchangeable microbatches at one position, each.
-    """
-    for m, position in enumerate(progress):
-        if position == len(route):
-            continue
-        if fifo and m > 0 and progress[m - 1] <= position:
-            continue
-        s = position // 2
-        if position % 2 == 0 and s < problem.stages:  # the forward of stage s
-            backward = len(route) - 1 - position
-            if sum(position < p <= backward for p in progress) >= problem.in_flight[s]:
-                continue
-        yield m
-
-
-def _append(progress, ready, free, m, route):
-    resource, duration = route[progress[m]]
-    finish = max(ready[m], free[resource]) + duration
-    jobs = [*zip(progress, ready, strict=True)]
-    jobs[m] = (progress[m] + 1, finish)
-    jobs.sort(key=lambda job: (-job[0], job[1]))  # a renaming of the microbatches
-    busy = (*free[:resource], finish, *free[resource + 1 :])
-    return tuple(p for p, _ in jobs), (tuple(r for _, r in jobs), busy)
-
-
-def _undominated(states: Iterable) -> list:
-    kept: list = []
-    rows = np.empty((0, 0))
-    for state in sorted(states, key=lambda state: (sum(state[0]) + sum(state[1]), state)):
-        row = np.array([*state[0], *state[1]])
-        if kept and (rows[: len(kept)] <= row).all(axis=1).any():
-            continue
-        if len(kept) == len(rows):
-            rows = np.resize(rows, (2 * len(kept) + 1, len(row)))
-        rows[len(kept)] = row
-        kept.append(state)
-    return kept
-
-
 # --- The joint optimum ----------------------------------------------------------------------
 
 
@@ -248,7 +157,12 @@ def all_stages(problem: PipelineProblem, allow_idle: bool) -> Iterator[list[Stag
 
 def _plain_bound(problem: MakespanProblem) -> float:
     """No stage does its M microbatches one after another in less, nor is one microbatch faster."""
-    one = sum(duration for _, duration in _route(problem))
+    one = sum(
+        sum(durations)
+        for durations in (
+            problem.forward, problem.send_forward, problem.backward, problem.send_backward
+        )
+    )  # fmt: skip
     busy = [
         problem.microbatches * (f + b) + a
         for f, b, a in zip(problem.forward, problem.backward, problem.reduce, strict=True)

@@ -317,8 +317,9 @@ def path_bound(problem: PipelineProblem, whole: bool) -> float:
 def layer_path_bound(problem: PipelineProblem, whole: bool) -> float:
     """The path to a layer, all its work, and the path after it; ``whole`` as in `path_bound`.
 
-    The backward path to the first layer follows the last backward (or input gradient); the
-    all-reduce and the optimizer step follow all the work.
+    The last of a device's forwards has the way through the later layers and back ahead, and all its
+    backwards follow the first one's. The backward path to the first layer follows the last backward
+    (or input gradient); the all-reduce and the optimizer step follow all the work.
     """
     times, layers = LeastTimes(problem), len(problem.chain)
     gradient, backward = times.backwards(whole)
@@ -328,13 +329,22 @@ def layer_path_bound(problem: PipelineProblem, whole: bool) -> float:
     # The backward path through the layers before l ends with the first layer's W and update.
     first = float(_least(backward)[0] + steps[0])
     tail = np.where(np.arange(layers) > 0, first + np.cumsum(back) - back - back[0], 0.0)
+    around = np.append(np.cumsum((forward + back)[::-1])[::-1], 0.0)[1:]  # of the layers after l
     best = np.full(layers, np.inf)
     for r in times.worthwhile:
         ring, step = times.all_reduce(r), times.slowest_of(r, times.update)
-        work = _busy(times, times.forward + backward, r)
-        sent = _busy(times, times.forward + gradient, r)
-        for busy, until in zip(work, sent, strict=True):
-            best = np.minimum(best, head + np.maximum(busy + ring + step, until + tail))
+        parts = (
+            times.forward,
+            backward,
+            gradient,
+            times.forward + backward,
+            times.forward + gradient,
+        )
+        for f, b, i, work, sent in zip(*(_busy(times, one, r) for one in parts), strict=True):
+            returned = around + np.maximum(f + _least(backward), forward + b)
+            passed = around + np.maximum(f + back, forward + i)
+            ends = np.maximum(work, returned) + ring + step, np.maximum(sent, passed) + tail
+            best = np.minimum(best, head + np.maximum(*ends))
     return float(best.max())
 
 

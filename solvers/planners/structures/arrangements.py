@@ -12,6 +12,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.formulations.pipelines.bounds.server_relaxation import levels_of
 from stagewright.formulations.pipelines.bppm import earliest_starts, prefix_sums, range_sums
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
@@ -29,7 +30,7 @@ def pipelines(problem: PipelineProblem, order: Sequence[int]) -> Iterator[Struct
     A round visits the groups in the same direction as the previous one (interleaved) or in the
     opposite one (V-shaped). Groups of several devices split microbatches or take them round-robin.
     With round-robin, every round may start with the next device, so that no device waits for its
-    own microbatch.
+    own microbatch. Last come pipelines of which every server has a copy.
     """
     layers = len(problem.chain)
     for length in lengths(len(order), layers):
@@ -39,6 +40,27 @@ def pipelines(problem: PipelineProblem, order: Sequence[int]) -> Iterator[Struct
                 yield from _folded(problem, groups, groups * rounds)
         if 2 * length - 1 <= layers and length > 1:
             yield from _folded(problem, groups, groups + groups[-2::-1])
+    yield from _copies(problem, order)
+
+
+def _copies(problem: PipelineProblem, order: Sequence[int]) -> Iterator[Structure]:
+    """Pipelines within one server that several servers run, each with its own microbatches.
+
+    The servers take the microbatches in turn, and so do the devices of a stage in a server.
+    """
+    layers = len(problem.chain)
+    for level in levels_of(problem.cluster):
+        servers = [[v for v in order if level.home[v] == one] for one in {*level.home}]
+        count = len(servers)
+        while count > 1:
+            slots = [*zip(*servers[:count], strict=False)]
+            for length in lengths(len(slots), layers):
+                parts = np.array_split(np.arange(len(slots)), length)
+                groups = [tuple(v for slot in part for v in slots[slot]) for part in parts]
+                for rounds in range(1, 3):
+                    if rounds * length <= layers:
+                        yield from _folded(problem, groups, groups * rounds, (True,))
+            count //= 2
 
 
 def lengths(devices: int, layers: int) -> list[int]:
@@ -51,23 +73,30 @@ def lengths(devices: int, layers: int) -> list[int]:
 
 
 def _folded(
-    problem: PipelineProblem, groups: Sequence[tuple[int, ...]], placed: Sequence[tuple[int, ...]]
+    problem: PipelineProblem,
+    groups: Sequence[tuple[int, ...]],
+    placed: Sequence[tuple[int, ...]],
+    kinds: Sequence[bool] = (False, True),
 ) -> Iterator[Structure]:
-    """Balanced stages on the groups ``placed``, for each kind of replication."""
+    """Balanced stages on the groups ``placed``, for each of the kinds: whether round-robin.
+
+    No more devices take turns than there are microbatches.
+    """
     several = any(len(group) > 1 for group in groups)
     again = len(placed) > len(groups)
     names = [device.name for device in problem.cluster.devices]
-    for round_robin in (False, True) if several else (False,):
+    for round_robin in kinds if several else (False,):
         cuts = balanced_cuts(problem, placed, round_robin)
         if cuts is None:
             continue
+        most = problem.microbatches if round_robin else None
         for step in (0, 1) if round_robin and again else (0,):
-            if len(groups) == 1 and again and step == 0:
+            if len(placed[0]) == 1 and len(groups) == 1 and again:
                 continue  # the stages would merge into one
             yield Structure.whole([
                 Stage(
                     (cuts[s], cuts[s + 1]),
-                    tuple(names[v] for v in _rotated(group, step * (s // len(groups)))),
+                    tuple(names[v] for v in _rotated(group, step * (s // len(groups)))[:most]),
                     "round-robin" if round_robin and len(group) > 1 else "split",
                 )
                 for s, group in enumerate(placed)

@@ -168,6 +168,8 @@ class StructureMoves:
         """Devices for two halves of a stage: half of its devices each, or others for one half."""
         half = len(stage.devices) // 2
         found = [(stage.devices[:half], stage.devices[half:])] if half else []
+        # The all-reduce of one half runs beside the backwards of the other.
+        found += [(stage.devices, stage.devices)] if half else []
         found += [(stage.devices, (name,)) for name in self._idle(structure)[:1]]
         found += [
             (stage.devices, names)
