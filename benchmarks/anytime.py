@@ -56,16 +56,16 @@ def instances() -> dict[str, PipelineProblem]:
         for j in range(4):
             servers, devices = SHAPES[(2 * i + j) % len(SHAPES)]
             count = (8, 16, 8, 32)[(i + j) % 4]
-            problem = PipelineProblem(_profiled(profile), _servers(servers, devices), count)
+            problem = PipelineProblem(profiled(profile), servers_of(servers, devices), count)
             found[f"{profile} {servers}x{devices}"] = problem
         servers, devices = SHAPES[i % 5]
-        problem = PipelineProblem(_profiled(profile), _servers(servers, devices), 8)
+        problem = PipelineProblem(profiled(profile), servers_of(servers, devices), 8)
         found[f"{profile} {servers}x{devices} tight"] = tight(problem, 1.3)
     cluster = load_cluster(EXAMPLES / "clusters" / "dgx1.json")
-    found["xlnet-large dgx1"] = PipelineProblem(_profiled("xlnet-large"), cluster, 8)
+    found["xlnet-large dgx1"] = PipelineProblem(profiled("xlnet-large"), cluster, 8)
     for profile, servers in LARGE:
         found[f"{profile} {servers}x8"] = PipelineProblem(
-            _profiled(profile), _servers(servers, 8), 32
+            profiled(profile), servers_of(servers, 8), 32
         )
     for seed in range(DRAWN):
         found[f"drawn {seed}"] = drawn(seed)
@@ -92,7 +92,7 @@ def drawn(seed: int) -> PipelineProblem:
     )  # fmt: skip
     chain = Chain(f"drawn {seed}", "drawn", samples, layers)
     servers, devices = int(rng.choice([1, 2, 4, 8, 16])), int(rng.choice([4, 8]))
-    cluster = _servers(servers, devices, 10 ** rng.uniform(9.7, 10.7), memory_bytes=1e12)
+    cluster = servers_of(servers, devices, 10 ** rng.uniform(9.7, 10.7), memory_bytes=1e12)
     problem = PipelineProblem(chain, cluster, int(rng.choice([4, 8, 16, 32])))
     return tight(problem, rng.uniform(1.2, 2.0)) if seed % 2 else problem
 
@@ -107,11 +107,11 @@ def tight(problem: PipelineProblem, slack: float) -> PipelineProblem:
 
 
 @cache
-def _profiled(name: str) -> Chain:
+def profiled(name: str) -> Chain:
     return load_model(EXAMPLES / "profiles" / f"{name}.v100.json")
 
 
-def _servers(
+def servers_of(
     servers: int, devices: int, inter: float = 12.5e9, memory_bytes: float = 16e9
 ) -> Cluster:
     links = Link(130e9, 1e-6), Link(inter, 5e-6)
@@ -168,9 +168,17 @@ def course(name: str, planner: str, seconds: float) -> Course:
 
 def child(name: str, planner: str, seconds: float) -> None:
     """Write the steps of a planner as JSON; the arguments are those of :func:`course`."""
-    small = PipelineProblem(_profiled("vgg19"), _servers(1, 2), 2)
-    plan(small, planner, Limits(0.3))  # loads the kernels
-    problem = instances()[name]
+    load_kernels()
+    print(json.dumps(steps_of(instances()[name], planner, seconds)))
+
+
+def load_kernels() -> None:
+    """Plan a small problem."""
+    plan(PipelineProblem(profiled("vgg19"), servers_of(1, 2), 2), "auto", Limits(0.3))
+
+
+def steps_of(problem: PipelineProblem, planner: str, seconds: float) -> list[Step]:
+    """The steps of a planner in this process."""
     steps: list[Step] = []
     began = time.monotonic()
 
@@ -180,7 +188,7 @@ def child(name: str, planner: str, seconds: float) -> None:
 
     result = plan(problem, planner, Limits(seconds), note)
     steps.append((time.monotonic() - began, result.cost, result.bound or 0.0))
-    print(json.dumps(steps))
+    return steps
 
 
 def tables(quick: bool) -> Iterator[Table]:

@@ -6,6 +6,7 @@ channels of the actions, and the bytes that they keep.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +15,8 @@ from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.memory import kept_bytes, stage_static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
-from stagewright.formulations.plans.shards import gathered_bytes, share_count, stays
-from stagewright.formulations.plans.timing import Blocks, durations, offload_seconds
+from stagewright.formulations.plans.shards import gathered_bytes, share_count
+from stagewright.formulations.plans.timing import Blocks, channels, durations, offload_seconds
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.units import format_bytes
 
@@ -224,13 +225,10 @@ def _lane_table(stages: Sequence[Stage], microbatches: int) -> Ints:
 
 
 def _channel_table(stages: Sequence[Stage], microbatches: int) -> Ints:
-    channel = np.full((len(stages), microbatches), -1)
-    known: dict[tuple[int, tuple[str, ...], tuple[str, ...]], int] = {}
+    channel, number = np.full((len(stages), microbatches), -1), count()
     for s in range(len(stages) - 1):
-        for m in range(microbatches):
-            here, there = stages[s].runners(m), stages[s + 1].runners(m)
-            if not stays(stages[s], stages[s + 1], m):
-                channel[s, m] = known.setdefault((s, here, there), len(known))
+        for first, cycle in channels(stages, s, microbatches):
+            channel[s, first::cycle] = next(number)
     return channel
 
 

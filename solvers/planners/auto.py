@@ -31,7 +31,7 @@ from stagewright.solvers.planners.balanced import plan_balanced
 from stagewright.solvers.planners.exact import improve_exactly
 from stagewright.solvers.planners.general import StructureSearch
 from stagewright.solvers.planners.grouped import GroupedSearch
-from stagewright.solvers.planners.published import plan_published
+from stagewright.solvers.planners.published import PublishedSearch
 from stagewright.solvers.planners.replanning import replan
 from stagewright.solvers.planners.servers import PackingSearch
 from stagewright.solvers.planners.spp import plan_spp
@@ -80,10 +80,9 @@ def plan_auto(
     plans of disjoint split stages is left out where a bound proves that these are slower.
 
     A turn is measured in CPU seconds, so that the plan depends little on what else the machine
-    does. It is as long as all turns of the member before it: a search that starts anew in every
-    turn spends half of its time on what is new. The next turn is that of the member with the most
-    expected gain per second (:meth:`.Member.expected`). A search that has ended by itself is asked
-    again only if it begins with the best plan and there is another one.
+    does. It is as long as all turns of the member before it. The next turn is that of the member
+    with the most expected gain per second (:meth:`.Member.expected`). A search that has ended by
+    itself is asked again only if it begins with the best plan and there is another one.
     """
     portfolio = _Portfolio(problem, limits, on_progress, choices=choices or Choices())
     if portfolio.choices.start is not None:
@@ -120,6 +119,7 @@ class _Portfolio(planner.PlanSearch):
         self.structures = StructureSearch(
             self.problem, self.limits, self.on_progress, self.choices.any_mode
         )
+        self.schedules = PublishedSearch(self.problem, self.limits, self.on_progress)
         self.groups = GroupedSearch(self.problem, self.limits, self.on_progress)
         self.packing = PackingSearch(self.problem, self.limits, self.on_progress)
         self.relaxations: dict[PlanClass, ServerBounds] = {}
@@ -339,7 +339,7 @@ class _Portfolio(planner.PlanSearch):
     def publish(self, limits: Limits) -> Proposal | NoPlan:
         """The best published schedule; with recomputation where memory is short."""
         modes = self.choices.any_mode.recomputations if self.is_short_of_memory() else ("none",)
-        return plan_published(self.problem, self.cost, modes, limits, self.on_progress)
+        return self.schedules.run(self.cost, modes, limits)
 
     def group(self, limits: Limits) -> Proposal | NoPlan:
         """A search over stages that share groups of devices."""

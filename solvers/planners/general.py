@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from time import monotonic
 
 import numpy as np
@@ -26,6 +27,7 @@ from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 from stagewright.solvers.pipelines.structures.scheduling import (
     EQUAL,
+    FIRST_RULES,
     Priority,
     best_schedule,
     rules_for,
@@ -92,7 +94,10 @@ def plan_general(
 
 @dataclass
 class StructureSearch:
-    """Scores of structures and the best plan, kept from one run to the next."""
+    """Scores of structures and the best plan; a run goes on where the one before it ended.
+
+    ``limits`` are of all runs together, then those of the present one.
+    """
 
     problem: PipelineProblem
     limits: Limits
@@ -104,11 +109,15 @@ class StructureSearch:
     starts: Blocks | None = None
     reason: str = "no structure was tried"
     scores: dict[Structure, Score] = field(default_factory=dict)
+    seeds: dict[Structure, None] = field(default_factory=dict)  # known ones, to climb from
+    is_seeded: bool = False
     wins: Counter[Priority] = field(default_factory=Counter)  # rules with more wins are tried first
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.limits.seed)
         self.moves = StructureMoves(self.problem, self.choices)
+        self.end = self.began + self.limits.seconds
+        self.steps: Iterator[bool] = self._search()
         self.enough = max(
             bound.seconds
             for bound in every_plan_bounds(self.problem)
@@ -118,19 +127,13 @@ class StructureSearch:
     def run(self, known: Sequence[Proposal], limits: Limits) -> Proposal | NoPlan:
         """Search on within ``limits``, also from the ``known`` plans."""
         self.limits, self.began = limits, monotonic()
+        before = self.structure
         self._begin_with(known)
-        order = recursive_device_order(self.problem.cluster)
-        seeds = [structure_of(one) for one in known]
-        self._try_all(pipelines(self.problem, order))
-        self._try_all(self.moves.relieved(pipelines(self.problem, order)))
-        for seed in self._promising(STARTS):
-            self._try_all(self.moves.variants(seed))
-        if not math.isfinite(self.best.seconds):
-            for seed in list(self.scores):
-                self._try_all(self.moves.variants(seed))
-        for start in dict.fromkeys([*self._promising(STARTS), *seeds]):
-            self._climb(start)
-        self._restart()
+        if self.is_seeded and self.structure is not None and self.structure != before:
+            self.steps = chain(self._climb(self.structure), self.steps)
+        for is_at_end in self.steps:
+            if is_at_end or self._over():
+                break
         return self._answer()
 
     def _answer(self) -> Proposal | NoPlan:
@@ -142,6 +145,7 @@ class StructureSearch:
     def _begin_with(self, known: Sequence[Proposal]) -> None:
         for one in known:
             structure, seconds = structure_of(one), cost_of(self.problem, one)
+            self.seeds[structure] = None
             score = Score(0.0, seconds, math.inf, len(one.stages))
             if score.beats(self.best):
                 self.best, self.structure, self.starts = score, structure, one.starts
@@ -152,19 +156,39 @@ class StructureSearch:
     def _over(self) -> bool:
         return self._left() <= 0 or self.best.seconds <= self.enough * (1 + EQUAL)
 
-    def _try_all(self, structures: Iterable[Structure]) -> None:
-        allowed = [one for one in structures if self.moves.allows(one) and one not in self.scores]
-        bounds = {}
-        for structure in allowed:
-            if self._over():
-                break
-            work, endings, _ = work_of(self.problem, structure)
-            fits = misfit(self.problem, structure, work) is None
-            bounds[structure] = quick_device_bound(work, endings) if fits else math.inf
-        for structure in sorted(bounds, key=lambda one: bounds[one]):
-            if self._over():
-                return
-            self._score(structure, self.best.seconds * SLACK)
+    def _search(self) -> Iterator[bool]:
+        """The steps of the search, without end; True: without new seeds there is little left."""
+        order = recursive_device_order(self.problem.cluster)
+        yield from self._try_all(pipelines(self.problem, order))
+        yield from self._try_all(self.moves.relieved(pipelines(self.problem, order)))
+        for seed in self._promising(STARTS):
+            yield from self._try_all(self.moves.variants(seed))
+        if not math.isfinite(self.best.seconds):
+            for seed in list(self.scores):
+                yield from self._try_all(self.moves.variants(seed))
+        self.is_seeded = True
+        for start in dict.fromkeys([*self._promising(STARTS), *self.seeds]):
+            yield from self._climb(start)
+        while True:
+            yield from self._restart()
+            yield True
+
+    def _try_all(self, structures: Iterable[Structure]) -> Iterator[bool]:
+        """Score the structures, those with the least bounds first."""
+        bounds: dict[Structure, float] = {}
+        for structure in structures:
+            if self.moves.allows(structure) and structure not in self.scores:
+                work, endings, _ = work_of(self.problem, structure)
+                fits = misfit(self.problem, structure, work) is None
+                bounds[structure] = quick_device_bound(work, endings) if fits else math.inf
+                yield False
+        for structure in sorted(bounds, key=bounds.__getitem__):
+            ceiling = self.best.seconds * SLACK
+            if ceiling <= bounds[structure] < math.inf:
+                self.scores[structure] = Score(0.0, math.inf, math.inf, len(structure.stages))
+            else:
+                self._score(structure, ceiling)
+                yield False
 
     def _promising(self, count: int) -> list[Structure]:
         """The ``count`` best structures so far."""
@@ -183,7 +207,7 @@ class StructureSearch:
 
     def _scheduled(self, structure: Structure, ceiling: float) -> Score:
         count = len(structure.stages)
-        if count * self.problem.microbatches * _ACTIONS_SECONDS > self._left():
+        if count * self.problem.microbatches * _ACTIONS_SECONDS > self.end - monotonic():
             return Score(0.0, math.inf, math.inf, count)
         work, endings, _ = work_of(self.problem, structure)
         problem = misfit(self.problem, structure, work)
@@ -197,7 +221,7 @@ class StructureSearch:
             return Score(0.0, math.inf, math.inf, count)
         rules = sorted(rules_for(work), key=lambda rule: -self.wins[rule])
         near = self.best.seconds * NEAR
-        found = best_schedule(work, endings, rules, max(ceiling, near), bound, near, self._over)
+        found = best_schedule(work, endings, rules, max(ceiling, near), bound, near, self._cuts)
         if found is None:
             return Score(0.0, math.inf, math.inf, count)
         self.wins[found.rule] += 1
@@ -209,25 +233,31 @@ class StructureSearch:
             self.on_progress(Progress(elapsed, found.seconds, self.enough, made))
         return score
 
-    def _climb(self, structure: Structure) -> None:
+    def _cuts(self, rule: int) -> bool:
+        """Whether a structure's rules end before this one; a short turn leaves it the first."""
+        late = monotonic() > self.end or self.limits.stopped()
+        return late or (rule >= FIRST_RULES and self._over())
+
+    def _climb(self, structure: Structure) -> Iterator[bool]:
         """Climb to a local optimum."""
         score = self.scores.get(structure, NOTHING)
         queue = self._unseen(structure)
-        while not self._over() and (neighbour := next(queue, None)) is not None:
+        while (neighbour := next(queue, None)) is not None:
             found = self._score(neighbour, score.seconds * (1 + 3 * EQUAL))
             if found.beats(score):
                 structure, score = neighbour, found
                 queue = self._unseen(structure)
+            yield False
 
     def _unseen(self, structure: Structure) -> Iterator[Structure]:
         for neighbour in self.moves.neighbours(structure, self.rng):
             if neighbour not in self.scores:
                 yield neighbour
 
-    def _restart(self) -> None:
+    def _restart(self) -> Iterator[bool]:
         """Climb from random structures near the best, until there is no more improvement."""
         idle = 0
-        while idle < _RESTARTS and not self._over():
+        while idle < _RESTARTS:
             before = self.best
             start = self.structure or next(iter(self._promising(1)), None)
             if start is None:
@@ -235,8 +265,9 @@ class StructureSearch:
             for _ in range(_KICKS):
                 start = next(self.moves.neighbours(start, self.rng), start)
             self._score(start, math.inf)
-            self._climb(start)
+            yield from self._climb(start)
             idle = 0 if self.best.beats(before) else idle + 1
+            yield False
 
 
 def plan_from_start(

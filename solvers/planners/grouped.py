@@ -10,7 +10,7 @@ orders that list schedules do not, for fewer structures.
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from time import monotonic
 
@@ -72,7 +72,7 @@ class GroupedSearch(PlanSearch):
             if seconds < self.cost:
                 self.best, self.cost = one, seconds
         starts = [self._of(one.stages, any(structure_of(one).split)) for one in known]
-        self._score_all([*starts, *self._seeds()])
+        self._score_all([*starts, *self.seeds])
         every_seed = (*self.moves, *starts, *self.bounds)
         new = [one for one in every_seed if one in self.moves or self._is_new(one)]
         climbers = sorted(dict.fromkeys(new), key=self.scores.__getitem__)[:STARTS]
@@ -111,11 +111,11 @@ class GroupedSearch(PlanSearch):
     def _over(self) -> bool:
         return self.left() <= 0
 
-    def _seeds(self) -> Iterator[Structure]:
+    @cached_property
+    def seeds(self) -> tuple[Structure, ...]:
         """Balanced pipelines on groups of devices, with split backwards where layers allow."""
-        for seed in pipelines(self.problem, recursive_device_order(self.problem.cluster)):
-            if can_vary(seed.stages):
-                yield self._of(seed.stages, is_split=True)
+        every = pipelines(self.problem, recursive_device_order(self.problem.cluster))
+        return tuple(self._of(one.stages, True) for one in every if can_vary(one.stages))
 
     def _of(self, stages: Sequence[Stage], is_split: bool) -> Structure:
         stages = tuple(stages)

@@ -5,14 +5,14 @@ V or a wave. The schedules of a placement are bounded first, and those that may 
 are timed, least bound first.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from time import monotonic
 
 import numpy as np
 
-from stagewright.formulations.forms.answers import Limits, OnProgress
+from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.pipelines.bounds.stages import quick_bound
 from stagewright.formulations.pipelines.grouped_stages import GroupedStages, splits
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -34,30 +34,9 @@ from stagewright.solvers.planners.structures.arrangements import balanced_cuts
 from stagewright.solvers.planners.structures.reordering import grouped_starts
 
 RULES = 30  # tried for each placement, after the published schedules
-LONGER = 2.0  # times the time for all placements, for the rows of the best one
 TIGHT = 1e-6  # relative; rows this near to their bound are not searched further
 ACTION_SECONDS = 1e-5  # to state and bound a microbatch at a stage, approximately
 PLACEMENTS = (("line", 1), ("loop", 2), ("V", 2), ("loop", 3), ("loop", 4), ("wave", 4))
-
-
-def plan_published(
-    problem: PipelineProblem,
-    ceiling: float,
-    modes: Sequence[MemoryMode],
-    limits: Limits,
-    on_progress: OnProgress,
-) -> Proposal | NoPlan:
-    """The best published schedule of balanced stages with one of the memory ``modes``.
-
-    Stages whose schedules all take ``ceiling`` seconds or more are left out. The rows of the best
-    ones are searched further where memory is short.
-    """
-    compile_row_kernels()
-    search = _PublishedSearch(problem, limits, on_progress)
-    search.run(ceiling, modes)
-    if search.best is None:
-        return NoPlan("no published schedule of balanced stages promises to be better", False)
-    return replace(search.best, notes=(f"{len(search.tried)} placements tried", *search.best.notes))
 
 
 @dataclass(eq=False)
@@ -88,41 +67,68 @@ class _PlacementCandidate:
 
 
 @dataclass
-class _PublishedSearch(PlanSearch):
-    """The best schedule so far, and the cost of each placement tried."""
+class PublishedSearch(PlanSearch):
+    """The best published schedule of balanced stages; a run goes on where the last one ended.
 
+    Placements are bounded, then tried as long as they promise to be better. The rows of the best
+    one are searched further where memory is short, so that few rules find good ones.
+    """
+
+    modes: Sequence[MemoryMode] = ()
+    structures: Iterable[Structure] = ()  # those that are not yet bounded
+    seen: set[Structure] = field(default_factory=set)
+    bounded: list[_PlacementCandidate] = field(default_factory=list)
     tried: list[tuple[float, int, _PlacementCandidate]] = field(default_factory=list)
 
-    def run(self, ceiling: float, modes: Sequence[MemoryMode]) -> None:
-        """Try all placements that promise to be better, then improve the best one."""
-        for one in sorted(self._promising(ceiling, modes), key=lambda one: one.bound):
-            if one.bound < self.cost and self.left() > 0:
-                rows = one.begin(self.limits.seed, self.left)
+    def run(self, ceiling: float, modes: Sequence[MemoryMode], limits: Limits) -> Proposal | NoPlan:
+        """The best schedule with one of the memory ``modes``.
+
+        Stages whose schedules all take ``ceiling`` seconds or more are left out.
+        """
+        compile_row_kernels()
+        self.limits, self.began = limits, monotonic()
+        if modes != self.modes:
+            self.modes, self.structures = modes, _structures(self.problem, modes)
+        self._bound()
+        while self.bounded and self.left() > 0:
+            one = self.bounded.pop(0)
+            if one.bound < min(ceiling, self.cost):
+                rows = one.begin(limits.seed, self.left)
                 self.tried.append((self._consider(one, rows), len(self.tried), one))
         if self.tried and self.left() > 0:
             cost, _, one = min(self.tried, key=lambda entry: entry[:2])
             if cost > one.bound * (1 + TIGHT):
                 self._improve(one)
+        if self.best is None:
+            return NoPlan("no published schedule of balanced stages promises to be better", False)
+        return replace(self.best, notes=(f"{len(self.tried)} placements tried", *self.best.notes))
+
+    def _bound(self) -> None:
+        """Bound placements for half of the time, and sort them; what takes longer is for later."""
+        later, half = [], self.limits.seconds / 2
+        for structure in self.structures:
+            if structure in self.seen:
+                continue
+            seconds = len(structure.stages) * self.problem.microbatches * ACTION_SECONDS
+            if self.left() - seconds <= half:
+                later.append(structure)
+                if self.left() <= half:
+                    break
+                continue
+            self.seen.add(structure)
+            found = _candidate(self.problem, structure)
+            if found is not None:
+                self.bounded.append(found)
+        self.structures = chain(later, self.structures)
+        self.bounded.sort(key=lambda one: one.bound)
 
     def _improve(self, one: _PlacementCandidate) -> None:
-        """Search further for rows where memory is short, so that few rules find good ones."""
+        """Search further for rows."""
         rows = one.rows
         if rows is not None and rows.problem.memory:
-            seconds = min(self.left(), LONGER * (monotonic() - self.began))
-            rows.run(one.bound, replace(self.limits, seconds=seconds))
+            rows.run(one.bound, replace(self.limits, seconds=self.left()))
             one.source = "search for rows"
             self._consider(one, rows)
-
-    def _promising(
-        self, ceiling: float, modes: Sequence[MemoryMode]
-    ) -> Iterator[_PlacementCandidate]:
-        """The stages whose schedules may be below the ceiling, found in half of the time."""
-        for structure in _structures(self.problem, modes):
-            seconds = len(structure.stages) * self.problem.microbatches * ACTION_SECONDS
-            if self.left() - seconds > self.limits.seconds / 2:
-                found = _candidate(self.problem, structure)
-                if found is not None and found.bound < ceiling:
-                    yield found
 
     def _consider(self, one: _PlacementCandidate, rows: RowSearch) -> float:
         """The cost of the best rows of a candidate."""

@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from profiles import slow_after
 
-from benchmarks import anytime, madpipe, partition, periodic, pipedream, report, spp
+from benchmarks import (
+    anytime,
+    anytime_members,
+    madpipe,
+    partition,
+    periodic,
+    pipedream,
+    report,
+    spp,
+)
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.patterns.pattern_problems import static_bytes
 from stagewright.formulations.plans.memory import kept_bytes
@@ -302,6 +311,22 @@ def test_integrals_of_a_course():
     course = anytime.Course(((0.0, None, 1.0), (1.0, 4.0, 1.0), (5.0, 2.0, 2.0)))
     assert course.integrals(best=2.0) == pytest.approx((0.1 + 0.4 * 0.5, 0.5 * 0.5))
     assert [course.gap(seconds) for seconds in (0.5, 1.0, 9.0)] == [1.0, 0.75, 0.0]
+
+
+def test_promises_are_learnt_from_courses(monkeypatch):
+    """One member alone halves the cost; it has no turn in time before its promise is learnt."""
+    monkeypatch.setattr(anytime_members, "others", lambda: {"one": anytime.drawn(100)})
+    monkeypatch.setattr(anytime_members, "TRIES", 200)
+    monkeypatch.setattr(anytime_members, "TIMES", (0.75,))
+    begin, better = (0.1, 2.0, 1.0), (0.3, 1.0, 1.0)
+    found = {one: anytime.Course((begin,)) for one in anytime_members.NAMES}
+    found["servers"] = anytime.Course((begin, better))
+    learnt, problem = anytime_members.fitted({"one": found}), anytime.drawn(100)
+    costs = [
+        anytime_members.simulated(problem, found, known, 0.75)
+        for known in (anytime_members.PROMISES, learnt)
+    ]
+    assert costs == [2.0, 1.0]
 
 
 def test_every_table_of_results_is_on_one_page():

@@ -124,7 +124,7 @@ def test_a_checked_plan_is_reported_before_the_first_search(monkeypatch):
     def late(*_: object) -> NoPlan:
         raise BegunError
 
-    monkeypatch.setattr(auto, "plan_published", late)
+    monkeypatch.setattr(auto.PublishedSearch, "run", late)
     problem = problem_of_servers(2, 2)
     with pytest.raises(BegunError):
         plan(problem, limits=Limits(60.0), on_progress=steps.append)

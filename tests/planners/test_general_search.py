@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import small_problem
 from profiles import UNSHRUNK, examples
 
 import stagewright
@@ -21,7 +22,7 @@ from stagewright.formulations.plans.structure import Structure, misfit, work_of
 from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.pipelines.structures.scheduling import best_schedule, rules_for
-from stagewright.solvers.planners.general import plan_general
+from stagewright.solvers.planners.general import StructureSearch, plan_general
 from stagewright.solvers.planners.steps.proposal import Choices, Proposal, cost_of
 from stagewright.solvers.planners.structures.arrangements import pipelines
 from stagewright.solvers.planners.structures.moves import StructureMoves
@@ -153,12 +154,23 @@ def test_neighbours_keep_the_rules(problem: PipelineProblem, seed: int) -> None:
 
 
 @given(problems())
-@examples(15, phases=UNSHRUNK)
+@examples(10, phases=UNSHRUNK)
 def test_the_search_finds_valid_plans(problem: PipelineProblem) -> None:
     answer = plan_general(problem, Limits(0.3), silent, Choices("auto", True))
     if isinstance(answer, Proposal):
         plan = assemble(problem, "general", answer.stages, answer.starts)
         assert not check(problem, plan)
+
+
+def test_a_search_without_time_goes_on_by_a_step_in_every_run() -> None:
+    problem = small_problem()
+    search = StructureSearch(problem, Limits(60.0), silent, Choices().any_mode)
+    for _ in range(300):
+        found = search.run([], Limits(0.0))
+    assert search.is_seeded
+    assert isinstance(found, Proposal)
+    whole = plan_general(problem, Limits(0.5), silent)
+    assert cost_of(problem, found) <= cost_of(problem, whole) * 1.1
 
 
 # What the planners of disjoint, split stages with whole backwards could not find.

@@ -17,18 +17,30 @@ from stagewright.formulations.schedules.published.kinds import ScheduleChoice
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.planners.order import plan_order
-from stagewright.solvers.planners.published import plan_published
-from stagewright.solvers.planners.steps.proposal import Choices, NoPlan, class_of_proposal, cost_of
+from stagewright.solvers.planners.published import PublishedSearch
+from stagewright.solvers.planners.steps.proposal import (
+    Choices,
+    NoPlan,
+    Proposal,
+    class_of_proposal,
+    cost_of,
+)
 from stagewright.solvers.planning import plan
 
 MODES = ("none", "full", "layer")
+
+
+def published(problem: PipelineProblem, ceiling: float) -> Proposal | NoPlan:
+    return PublishedSearch(problem, Limits(), silent).run(ceiling, MODES, Limits(10.0))
 
 
 @examples(40)
 @given(st.data())
 def test_seeds_are_valid_plans(data):
     problem = data.draw(hard_problem(6, 4, 4))
-    found = plan_published(problem, math.inf, MODES, Limits(0.2), silent)
+    search = PublishedSearch(problem, Limits(), silent)
+    for seconds in (0.02, 0.2):
+        found = search.run(math.inf, MODES, Limits(seconds))
     if isinstance(found, NoPlan):
         assert not found.proved
         return
@@ -46,17 +58,17 @@ def equal_layers(memory: float = 1e12) -> PipelineProblem:
 @pytest.mark.parametrize("kind", ["interleaved-zb", "zbv", "v-half", "hanayo", "zb-h2"])
 def test_no_slower_than_the_published_order(kind):
     problem = equal_layers()
-    found = plan_published(problem, math.inf, MODES, Limits(10.0), silent)
+    found = published(problem, math.inf)
     given_order = plan_order(problem, Limits(10.0), silent, Choices(order=ScheduleChoice(kind)))
     assert cost_of(problem, found) <= cost_of(problem, given_order) * (1 + 1e-9)
 
 
 def test_what_cannot_be_better_is_left_out():
     problem = equal_layers()
-    found = plan_published(problem, math.inf, MODES, Limits(10.0), silent)
+    found = published(problem, math.inf)
     least = 8 * 2 * 3.0 + 3.0  # load of the last device, after the way of one microbatch
     assert cost_of(problem, found) == pytest.approx(least)
-    assert isinstance(plan_published(problem, least, MODES, Limits(10.0), silent), NoPlan)
+    assert isinstance(published(problem, least), NoPlan)
 
 
 @pytest.mark.slow

@@ -144,17 +144,17 @@ def best_schedule(
     ceiling: float = math.inf,
     bound: float = 0.0,
     near: float = math.inf,
-    over: Callable[[], bool] = lambda: False,
+    over: Callable[[int], bool] = lambda _: False,
 ) -> StructureSchedule | None:
     """The shortest schedule of ``rules`` if it is below ``ceiling``, else None.
 
     Ties are broken by the least memory. The search ends if a schedule attains ``bound``, if none of
-    the first rules is below ``near``, or if ``over`` returns True.
+    the first rules is below ``near``, or before rule i if ``over(i)`` returns True.
     """
     best: StructureSchedule | None = None
     lists, scale = WorkLists.of(work), latencies(work)
     for i, rule in enumerate(rules):
-        if over():
+        if over(i):
             break
         if i == FIRST_RULES and (best.seconds if best else ceiling) > near:
             break

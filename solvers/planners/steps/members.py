@@ -14,9 +14,10 @@ from stagewright.solvers.planners.steps.proposal import NoPlan, Proposal
 PlanWithin = Callable[[Limits], Proposal | NoPlan]
 FIRST_TURN = 0.1  # CPU seconds of a member's first turn; each turn is as long as all before it
 _LONGER = "servers", "spp"  # whose first plan takes longer on more devices
-_ANEW = "published", "spp", "spp, recomputing", "exact"  # which keep nothing from turn to turn
+_ANEW = "spp", "spp, recomputing", "exact"  # which keep nothing from turn to turn
 _DEVICES, _MOST_TIMES = 16, 6  # a first turn for so many, and at most so many times as long
-_MANY = 64  # devices, from which SPP is the first to find what is good
+_MANY = 64  # devices; on more, SPP is the first to find what is good
+_PER_SAMPLE = 8  # microbatches from which round-robin replicas may win
 
 
 @dataclass(eq=False)
@@ -70,17 +71,20 @@ class Member:
 
 PROMISES = {
     "": {
-        "published": 0.7, "servers": 0.2, "grouped": 0.25, "general": 0.1, "refined": 0.03,
+        "published": 0.5, "servers": 0.2, "grouped": 0.35, "general": 0.1, "refined": 0.03,
         "bound": 0.025, "spp": 0.02, "spp, recomputing": 0.05, "ordered": 0.05, "exact": 0.005,
     },
-    "few samples": {"general": 0.16, "spp": 0.03, "grouped": 0.03},
-    "many devices": {"servers": 0.9, "spp": 1.2, "published": 0.2},
-    "no balanced plan": {"published": 0.7, "spp": 0.2, "spp, recomputing": 0.15},
+    "many devices": {"servers": 0.9, "spp": 0.85, "published": 0.2},
+    "few layers": {"servers": 0.28},
+    "no balanced plan": {
+        "published": 0.6, "spp": 0.2, "spp, recomputing": 0.15, "general": 0.5, "grouped": 0.2,
+    },
+    "many microbatches": {"general": 0.9, "spp": 0.03, "grouped": 0.2},
 }  # fmt: skip
 """Relative gains of a doubling of a member's time, of all problems and of some kinds.
 
-Set by hand from the courses of the members, each alone for 3 CPU seconds, on 11 drawn problems;
-docs/benchmarks/pipelines.md says how, and how well they do.
+From a fit to courses of the members, each alone, on problems that are not in the benchmark
+``anytime``, evened out by hand: ``benchmarks.anytime_members``, docs/benchmarks/pipelines.md.
 """
 
 
@@ -96,14 +100,23 @@ def member_of(
     return Member(name, run, is_wanted, follows, name in _ANEW, turn)
 
 
-def promises_of(problem: PipelineProblem, has_plan: bool) -> dict[str, float]:
-    """The promises of all members, by what the problem is like and whether there is a plan yet."""
-    samples = int(problem.replicas_per_layer.max())
-    promises = dict(PROMISES[""])
-    if len(problem.cluster) > _MANY:
-        promises |= PROMISES["many devices"]
-    if samples <= 2 and problem.microbatches >= 8 * samples:  # round-robin replicas win
-        promises |= PROMISES["few samples"]
-    if not has_plan:
-        promises |= PROMISES["no balanced plan"]
+def promises_of(
+    problem: PipelineProblem, has_plan: bool, known: dict[str, dict[str, float]] = PROMISES
+) -> dict[str, float]:
+    """The promises of all members: of each kind of problem that this one is, the last one counts.
+
+    ``has_plan``: whether there is a plan yet.
+    """
+    devices, samples = len(problem.cluster), int(problem.replicas_per_layer.max())
+    kinds = {
+        "": True,
+        "many devices": devices > _MANY,
+        "few layers": len(problem.chain) < devices <= _MANY,
+        "no balanced plan": not has_plan,
+        # There are enough for replicas that take turns, each with as many samples as it can use.
+        "many microbatches": samples == 1 or problem.microbatches >= _PER_SAMPLE * samples,
+    }
+    promises: dict[str, float] = {}
+    for kind, applies in kinds.items():
+        promises |= known[kind] if applies else {}
     return promises

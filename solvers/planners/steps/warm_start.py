@@ -205,7 +205,7 @@ class Retiming:
             assert listed is not None  # every structure that fits has a schedule
         else:
             proposal, seconds = kept
-            listed = best_schedule(self.work, self.endings, rules, seconds, over=over)
+            listed = best_schedule(self.work, self.endings, rules, seconds, over=lambda _: over())
             if listed is None:
                 return replace(proposal, notes=("the given plan in its order",))
         stages = self.structure.stages
