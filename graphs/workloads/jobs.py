@@ -122,7 +122,8 @@ class Computed:
     """How a rate was computed: for ``servers``, equally many accelerators on each.
 
     A run is expected between ``..._low`` and ``..._high``; no layout of the search makes more than
-    ``bound_steps_per_second``. Where no ``layout`` fits there is a ``reason``.
+    ``bound_steps_per_second``. Where no ``layout`` fits there is a ``reason``. To write and
+    read the checkpoint takes ``checkpoint_seconds``.
     """
 
     servers: int
@@ -131,6 +132,7 @@ class Computed:
     bound_steps_per_second: float | None = None
     layout: str | None = None
     reason: str | None = None
+    checkpoint_seconds: float | None = None
 
 
 @documents.record

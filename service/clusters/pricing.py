@@ -20,6 +20,7 @@ from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.goodput import least_checkpoint
 from stagewright.formulations.parallelism.ranges import ranges
 from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.formulations.prices.collectives import link_seconds
 from stagewright.graphs.documents.errors import InputError, naming
 from stagewright.graphs.documents.units import format_bytes
 from stagewright.graphs.importers.hf_config import parse_hf_config
@@ -249,11 +250,12 @@ class _Searches:
     def _checkpoint_seconds(self, training: Training, problem: TrainingProblem) -> float:
         """To write and to read weights and optimizer states; every layout has as many bytes."""
         size, speed = least_checkpoint(problem).total, self.request.store_bandwidth
+        seconds: float = link_seconds(2 * size, speed)
         self.checkpoints[training.model] = (
             f"a move of {training.model} writes and reads {format_bytes(size)} at "
-            f"{speed / 1e9:.4g} GB/s, in {2 * size / speed:.3g} s"
+            f"{speed / 1e9:.4g} GB/s, in {seconds:.3g} s"
         )
-        return 2 * size / speed
+        return seconds
 
     def require_place(
         self, job: Job, throughputs: Throughputs, prices: Iterable[ComputedRate]
