@@ -27,12 +27,16 @@ HOUR = 3600.0
 SEEDS = st.integers(0, 100_000)
 
 
-def problem(rates, jobs, pool, pairs=(), **options):
-    """``rates`` is {model: {accelerator: steps per second}}; the scale is the jobs' own."""
+def problem(rates, jobs, pool, pairs=(), twice=None, **options):
+    """``rates`` is {model: {accelerator: steps per second}}; the scale is the jobs' own.
+
+    ``twice`` has the rates on two accelerators, for jobs that may choose.
+    """
     scales = {job.model: job.scale for job in jobs}
     alone = tuple(
-        Rate(model, scales.get(model, 1), accelerator, rate)
-        for model, row in rates.items()
+        Rate(model, 2 if two else scales.get(model, 1), accelerator, rate)
+        for two, known in ((False, rates), (True, twice or {}))
+        for model, row in known.items()
         for accelerator, rate in row.items()
     )
     workload = Workload(tuple(jobs), Throughputs(alone, tuple(pairs)))
@@ -40,18 +44,24 @@ def problem(rates, jobs, pool, pairs=(), **options):
 
 
 def drawn(seed, *, pairs=False, slos=0.0):
-    """A few jobs of few models; about ``slos`` of them with an SLO that may or may not fit."""
+    """A few jobs of few models; about ``slos`` of them with an SLO that may or may not fit.
+
+    Without ``pairs``, those of every other seed may run on one or on two accelerators.
+    """
     rng = np.random.default_rng(seed)
     types, models = ["a", "b", "c"][: rng.integers(1, 4)], ["k", "l", "m"][: rng.integers(1, 4)]
     rates = {m: {j: round(float(rng.uniform(0.5, 4)), 2) for j in types} for m in models}
     if len(types) > 1 and rng.random() < 0.3:
         rates[models[0]][types[0]] = 0.0
+    chooses = not pairs and seed % 2 == 1
+    twice = {m: {j: rate * rng.uniform(0.9, 2) for j, rate in rates[m].items()} for m in models}
     jobs = [
         Job(
             str(i),
             models[rng.integers(len(models))],
             steps=float(rng.integers(1, 20) * 1000),
             slo_seconds=float(rng.integers(1, 9) * 4000) if rng.random() < slos else None,
+            counts=(1, 2) if chooses else (),
         )
         for i in range(rng.integers(1, 6))
     ]
@@ -72,7 +82,7 @@ def drawn(seed, *, pairs=False, slos=0.0):
                 for j in types
             ]
     pool = ",".join(f"{j}={rng.integers(1, 4)}@{rng.uniform(0.3, 3):.2f}" for j in types)
-    return problem(rates, jobs, pool, shared if pairs else ())
+    return problem(rates, jobs, pool, shared if pairs else (), twice if chooses else None)
 
 
 class Columns:
@@ -97,13 +107,14 @@ class Columns:
         price = [one.dollars_per_hour for one in table.pool.accelerators]
         n, count = len(asked), len(entries)
         self.time, self.rate = np.zeros((n, count)), np.zeros((n, count))
-        self.used, self.cost = np.zeros((len(table.workers), count)), np.zeros(count)
+        self.used, self.cost = np.zeros((len(price), count)), np.zeros(count)
+        self.has = np.array([one.count for one in table.pool.accelerators])
         for column, (job, partner, worker, x, y) in enumerate(entries):
             for who, got in ((job, x), (partner, y)):
                 if who >= 0:
                     self.time[who, column] += 1
                     self.rate[who, column] += got
-            self.used[worker, column] = use_of(asked, job, worker)
+            self.used[table.accelerator[worker], column] = use_of(asked, job, worker)
             self.cost[column] = use_of(asked, job, worker) * price[table.accelerator[worker]]
         cheapest = [
             min(
@@ -117,7 +128,7 @@ class Columns:
 
     def least(self, objective, floor=None):
         """linprog's answer for ``objective`` over valid allocations with throughput >= floor."""
-        rows, limits = [self.time, self.used], [np.ones(len(self.time)), self.problem.table.counts]
+        rows, limits = [self.time, self.used], [np.ones(len(self.time)), self.has]
         if floor is not None:
             rows.append(-self.rate)
             limits.append(-floor)
@@ -250,7 +261,7 @@ def test_of_slos_that_do_not_fit_the_least_is_missing(seed):
                 [-columns.rate[asking] / need[asking, None], -np.eye(len(asking))],
             ]
         ),
-        np.concatenate([np.ones(len(asked)), asked.table.counts, -np.ones(len(asking))]),
+        np.concatenate([np.ones(len(asked)), columns.has, -np.ones(len(asking))]),
     ).fun
     part = np.minimum(1, throughput(asked, result.allocation)[asking] / need[asking])
     assert (1 - part).sum() <= short + 1e-5
