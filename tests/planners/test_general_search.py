@@ -248,14 +248,15 @@ def test_all_reduces_run_beside_the_backwards_of_other_stages_on_the_same_device
 
 
 def test_every_server_may_run_a_copy_of_a_pipeline() -> None:
-    cluster = uniform_servers(2, 2, Link(1e10), Link(1e9))
-    problem = PipelineProblem(_chain(4, 0.0), cluster, 4)
+    cluster = uniform_servers(2, 3, Link(1e10), Link(1e9))
+    problem = PipelineProblem(_chain(4, 0.0), cluster, 6)
     stages = [
         [one.devices for one in structure.stages if one.replication == "round-robin"]
-        for structure in pipelines(problem, range(4))
+        for structure in pipelines(problem, range(6))
     ]
-    assert [("s0g0", "s1g0"), ("s0g1", "s1g1")] in stages
-    assert [("s0g0", "s1g0", "s0g1", "s1g1")] in stages
+    assert [("s0g0", "s1g0"), ("s0g1", "s1g1"), ("s0g2", "s1g2")] in stages
+    assert [("s0g0", "s1g0"), ("s0g1", "s1g1", "s0g2", "s1g2")] in stages
+    assert [("s0g0", "s1g0", "s0g1", "s1g1", "s0g2", "s1g2")] in stages
 
 
 @pytest.mark.parametrize("planner", ["spp", "gpipe", "pipedream", "hetpipe", "exact", "dp"])

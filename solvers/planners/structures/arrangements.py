@@ -6,8 +6,8 @@ memory, as the first stages keep the most microbatches.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import combinations
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.machines.ordering import recursive_device_order
 
 MOST_ROUNDS = 4  # stages that a group of devices gets
+_FEW_WAYS = 8  # to divide devices among stages, up to which every one is tried
 _EVERY_LENGTH = 16  # groups up to which every number is tried; above, divisors and the half
 
 
@@ -54,13 +55,24 @@ def _copies(problem: PipelineProblem, order: Sequence[int]) -> Iterator[Structur
         count = len(servers)
         while count > 1:
             slots = [*zip(*servers[:count], strict=False)]
-            for length in lengths(len(slots), layers):
-                parts = np.array_split(np.arange(len(slots)), length)
-                groups = [tuple(v for slot in part for v in slots[slot]) for part in parts]
+            for parts in _parts(slots, layers):
+                groups = [tuple(v for slot in part for v in slot) for part in parts]
                 for rounds in range(1, 3):
-                    if rounds * length <= layers:
+                    if rounds * len(groups) <= layers:
                         yield from _folded(problem, groups, groups * rounds, (True,))
             count //= 2
+
+
+def _parts(slots: list[tuple[int, ...]], most: int) -> Iterator[list[list[tuple[int, ...]]]]:
+    """The slots divided among at most so many stages, in every way if these are few."""
+    size = len(slots)
+    for length in lengths(size, most):
+        if math.comb(size - 1, length - 1) <= _FEW_WAYS:
+            ways: Iterable[tuple[int, ...]] = combinations(range(1, size), length - 1)
+        else:
+            ways = [tuple(size * i // length for i in range(1, length))]
+        for cuts in ways:
+            yield [slots[i:j] for i, j in pairwise((0, *cuts, size))]
 
 
 def lengths(devices: int, layers: int) -> list[int]:
