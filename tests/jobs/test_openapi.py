@@ -35,7 +35,12 @@ from stagewright.service.jobs.uploads import Uploads
 from stagewright.service.workers.processes import outcome_of
 
 SECRET = "a secret of at least 24 characters"
-ANSWERED = ("plan", "jobshop", "tune-read")  # whose jobs have everything that any has, together
+ANSWERED = (
+    "plan",
+    "jobshop",
+    "tune-read",
+    "rounds",
+)  # whose jobs have everything that any has, together
 BEFORE = ("read_job", "read_request", "stop_job", "abort_job")  # a job's end
 
 
@@ -71,6 +76,15 @@ class Served:
         queue.finish(job, "w", failed if fail else self.ends.get(found.kind, failed))
 
 
+def launched(rounds: dict[str, Any]) -> str:
+    """The request, with launch files."""
+    for job in rounds["workload"]["jobs"]:
+        job["command"] = "./train"
+    for one in rounds["pool"]["accelerators"]:
+        one["per_server"] = one["count"]
+    return json.dumps(rounds | {"to": "slurm"})
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     store = ServiceStore(f"sqlite:///{tmp_path_factory.mktemp('jobs') / 'jobs.sqlite'}")
@@ -78,6 +92,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     app = create_app(Service(store, webhooks=Webhooks(("https://hooks.example",), SECRET)))
     bodies = {kind: json.dumps(body) for kind, body in shown(app.openapi()).items()}
     bodies["plan"] = plan_request()
+    bodies["rounds"] = launched(json.loads(bodies["rounds"]))
     requests = {kind: parse_request(kind, bodies[kind]) for kind in ANSWERED}
     answers = {kind: KINDS[kind].answer(requests[kind], silent, None) for kind in ANSWERED}
     trace = to_json(traced(answers["plan"].plan, 1.1))
