@@ -382,8 +382,13 @@ def test_a_stream_ends_with_its_token(
     app = create_app(Service(store, open_to_all=how == "closed"))
     given = [("Host", "localhost")] if token is None else [bearer(token)]
 
+    sent: list[Any] = []
+
     async def run() -> Answer:
         told = asyncio.create_task(stream())
+        while not any(b"event:" in message.get("body", b"") for message in sent):
+            await asyncio.sleep(0.01)
+            assert not told.done()
         await asyncio.sleep(0.5)
         assert not told.done()
         if how == "revoked":
@@ -397,7 +402,7 @@ def test_a_stream_ends_with_its_token(
 
     async def stream() -> Answer:
         path = f"/v1/jobs/{job.id}/events" if of_job else "/v1/admin/events"
-        return await asked(app, scope_of(path, given, "127.0.0.1"))
+        return await asked(app, scope_of(path, given, "127.0.0.1"), sent=sent)
 
     found = asyncio.run(run())
     assert found.status == 200

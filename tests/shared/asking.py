@@ -26,9 +26,11 @@ class Answer:
         return found
 
 
-async def asked(app: Any, scope: dict[str, Any], *body: dict[str, Any]) -> Answer:
-    """What is answered to a body that comes as these messages, and then no more."""
-    sent: list[Any] = []
+async def asked(
+    app: Any, scope: dict[str, Any], *body: dict[str, Any], sent: list[Any] | None = None
+) -> Answer:
+    """What is answered to a body that comes as these messages; `sent` holds it as it goes."""
+    sent = [] if sent is None else sent
     waiting = list(body)
 
     async def receive() -> Any:
