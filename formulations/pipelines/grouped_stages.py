@@ -10,13 +10,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stagewright.formulations.pipelines.bounds.devices import can_split, work_of_stages
 from stagewright.formulations.pipelines.bppm import StageChoice, makespan_problem
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.plan_class import SHARED_SPLIT, class_of_stages
-from stagewright.formulations.plans.structure import Endings, Structure, Work, work_of
+from stagewright.formulations.plans.structure import (
+    Endings,
+    Structure,
+    Work,
+    can_split,
+    work_of,
+    work_of_stages,
+)
 from stagewright.graphs.documents.arrays import Floats
 
 

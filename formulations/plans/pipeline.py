@@ -241,7 +241,11 @@ class PipelineProblem:
 
         The largest over the device kinds, should they differ.
         """
-        return max(float(self.costs(kind, 1).output_bytes[stop - 1]) for kind in self.kinds)
+        return float(self._output_bytes[stop - 1])
+
+    @cached_property
+    def _output_bytes(self) -> Floats:
+        return np.asarray(np.max([self.costs(kind, 1).output_bytes for kind in self.kinds], axis=0))
 
     def transfer_seconds(
         self, stop: int, senders: Sequence[int], receivers: Sequence[int]
@@ -285,7 +289,11 @@ class PipelineProblem:
 
     def gradient_bytes(self, start: int, stop: int) -> float:
         """Bytes of the gradients of layers [start, stop)."""
-        return float(self.chain.parameter_bytes[start:stop].sum())
+        return float(self._parameter_bytes[start:stop].sum())
+
+    @cached_property
+    def _parameter_bytes(self) -> Floats:
+        return self.chain.parameter_bytes
 
     def reduce_seconds(self, start: int, stop: int, devices: Sequence[int]) -> float:
         """Ring all-reduce of the gradients: 2(k-1)/k b / slowest link (SPP equation 1).
@@ -330,17 +338,23 @@ class PipelineProblem:
 
     def saved_per_layer(self, replicas: int) -> Floats:
         """Saved bytes of every layer, shape (L,), on one of ``replicas`` shares."""
-        kinds = [self.costs(kind, replicas).saved_bytes for kind in self.kinds]
-        return np.asarray(np.max(kinds, axis=0))
+        samples = self.samples(replicas)
+        if samples not in self._saved_table:
+            kinds = [self.costs(kind, replicas).saved_bytes for kind in self.kinds]
+            self._saved_table[samples] = np.asarray(np.max(kinds, axis=0))
+        return self._saved_table[samples]
+
+    @cached_property
+    def _saved_table(self) -> dict[int, Floats]:
+        return {}
 
     def inputs_per_layer(self, replicas: int) -> Floats:
         """Bytes of every layer's input, shape (L,), on one of ``replicas`` shares.
 
         The first layer's input counts 0: the data are not sent.
         """
-        outputs = np.max([self.costs(kind, 1).output_bytes for kind in self.kinds], axis=0)
         share = self.samples(replicas) / self.chain.microbatch_size
-        return np.concatenate([[0.0], outputs[:-1] * share])
+        return np.concatenate([[0.0], self._output_bytes[:-1] * share])
 
     def offload_seconds(self, start: int, stop: int, devices: Sequence[int]) -> float | None:
         """Time to move all kept bytes of a microbatch to host memory, or back.

@@ -114,7 +114,8 @@ class Stage:
     @property
     def lanes(self) -> tuple[tuple[str, ...], ...]:
         """The groups of runners that take turns: microbatch m runs on lane m mod their number."""
-        return tuple(self.runners(m) for m in range(self.turns))
+        size = len(self.devices) // self.turns
+        return tuple(self.devices[i : i + size] for i in range(0, len(self.devices), size))
 
     @property
     def turns(self) -> int:

@@ -5,7 +5,7 @@ channels of the actions, and the bytes that they keep.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import numpy as np
@@ -109,6 +109,30 @@ def work_of(problem: PipelineProblem, structure: Structure) -> tuple[Work, Endin
     everyone = tuple(tuple(index[name] for name in stage.devices) for stage in stages)
     endings = Endings(everyone, seconds[ActionKind.REDUCE][:, 0], seconds[ActionKind.UPDATE][:, 0])
     return _work(problem, structure, _seconds(seconds)), endings, seconds
+
+
+def work_of_stages(
+    problem: PipelineProblem, stages: Sequence[Stage], parts: bool
+) -> tuple[Work, Endings]:
+    """The work of stages that may split their backwards where they can, if ``parts``.
+
+    A backward that may be split is an input gradient, and a weight gradient for the rest of the
+    time of a whole backward where that is less: the parts may take longer than the whole.
+    """
+    split = can_split(problem, stages) if parts else (False,) * len(stages)
+    work, endings, _ = work_of(problem, Structure(tuple(stages), split))
+    whole = durations(problem, stages)[ActionKind.BACKWARD]
+    seconds = work.seconds.copy()
+    seconds[1] = np.minimum(seconds[1], whole)
+    seconds[2] = np.minimum(seconds[2], whole - seconds[1])
+    return replace(work, seconds=seconds), endings
+
+
+def can_split(problem: PipelineProblem, stages: Sequence[Stage]) -> tuple[bool, ...]:
+    """Which stages may split their backwards."""
+    return tuple(
+        not one.offload and problem.layer_with_whole_backward(*one.layers) is None for one in stages
+    )
 
 
 def _work(problem: PipelineProblem, structure: Structure, seconds: Floats) -> Work:

@@ -244,6 +244,8 @@ def transfer_seconds(
     there = crossing(senders, one.tensor, receivers, other.tensor)
     back = crossing(receivers, other.tensor, senders, one.tensor)
     border = one.layers[1]
+    if one.tensor == other.tensor == 1:
+        return problem.transfer_seconds(border, senders, receivers)
     return (
         max(problem.transfer_seconds(border, *ends)[0] for ends in there),
         max(problem.transfer_seconds(border, *reversed(ends))[1] for ends in back),

@@ -40,6 +40,7 @@ from stagewright.formulations.plans.plan_class import (
     WHOLE_FINITE,
     PlanClass,
 )
+from stagewright.formulations.plans.structure import can_split
 from stagewright.solvers.backends.backend import solve
 
 PRECISION = 1e-3  # relative
@@ -54,9 +55,7 @@ def device_bounds(
     ``seconds``.
     """
     ends = monotonic() + seconds
-    classes = (
-        [EVERY_FINITE, WHOLE_FINITE] if any(devices.can_split(problem, stages)) else [EVERY_FINITE]
-    )
+    classes = [EVERY_FINITE, WHOLE_FINITE] if any(can_split(problem, stages)) else [EVERY_FINITE]
     found = []
     for one in classes:
         tasks = devices.tasks_of_stages(problem, stages, one.split_backward)

@@ -116,12 +116,12 @@ class _Portfolio(planner.PlanSearch):
     def __post_init__(self) -> None:
         self.relaxation = FillAndDrain(self.problem)
         self.predicted = self.checking = planner.checking_seconds(self.problem)
-        self.structures = StructureSearch(
-            self.problem, self.limits, self.on_progress, self.choices.any_mode
-        )
-        self.schedules = PublishedSearch(self.problem, self.limits, self.on_progress)
-        self.groups = GroupedSearch(self.problem, self.limits, self.on_progress)
-        self.packing = PackingSearch(self.problem, self.limits, self.on_progress)
+        given = self.problem, self.limits, self.on_progress
+        self.structures = StructureSearch(*given, self.choices.any_mode)
+        self.schedules = PublishedSearch(*given)
+        self.groups = GroupedSearch(*given)
+        self.groups.balanced = self.structures.balanced  # made once
+        self.packing = PackingSearch(*given)
         self.relaxations: dict[PlanClass, ServerBounds] = {}
         self.climbs = 0
         self.members = tuple(
@@ -217,9 +217,8 @@ class _Portfolio(planner.PlanSearch):
             self._note(Attempt(name, status, None, spent, answer.reason))
             return
         cost = cost_of(self.problem, answer)
-        known = self.best.notes if self.best else ()
-        notes = "; ".join(note for note in answer.notes if note not in known)
-        self._note(Attempt(name, Status.FEASIBLE, cost, spent, notes))
+        notes = [note for note in answer.notes if not self.best or note not in self.best.notes]
+        self._note(Attempt(name, Status.FEASIBLE, cost, spent, "; ".join(notes)))
         self.proposals[name] = answer
         plans = class_of_proposal(answer)
         if cost < self.of_class.get(plans, (math.inf, answer))[0]:

@@ -9,21 +9,23 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from heapq import heappop, heappush
 from itertools import chain
 from time import monotonic
+from typing import NamedTuple
 
 import numpy as np
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
-from stagewright.formulations.pipelines.bounds.devices import quick_device_bound
+from stagewright.formulations.pipelines.bounds.devices import load_bound, quick_device_bound
 from stagewright.formulations.pipelines.bounds.every_plan import why_nothing_fits
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan_class import EVERY_FINITE, EVERY_PLAN
-from stagewright.formulations.plans.structure import Structure, misfit, work_of
+from stagewright.formulations.plans.structure import Endings, Structure, Work, misfit, work_of
 from stagewright.formulations.plans.timing import Blocks
-from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 from stagewright.solvers.pipelines.structures.scheduling import (
     EQUAL,
@@ -45,7 +47,7 @@ from stagewright.solvers.planners.steps.proposal import (
     structure_of,
 )
 from stagewright.solvers.planners.steps.warm_start import warm_start
-from stagewright.solvers.planners.structures.arrangements import pipelines
+from stagewright.solvers.planners.structures.arrangements import balanced_pipelines
 from stagewright.solvers.planners.structures.moves import StructureMoves
 
 STARTS = 6  # structures that hill climbing starts from
@@ -72,6 +74,15 @@ class Score:
         if abs(self.seconds - other.seconds) > EQUAL * other.seconds:
             return self.seconds < other.seconds
         return (round(self.fullest, 9), self.stages) < (round(other.fullest, 9), other.stages)
+
+
+class _BoundedWork(NamedTuple):
+    """The work of a structure, and a bound on its schedules; inf, and why, if it does not fit."""
+
+    work: Work
+    endings: Endings
+    bound: float
+    misfit: str | None
 
 
 NOTHING = Score(math.inf, math.inf, math.inf, 0)
@@ -116,6 +127,7 @@ class StructureSearch:
     def __post_init__(self) -> None:
         self.rng = random.Random(self.limits.seed)
         self.moves = StructureMoves(self.problem, self.choices)
+        self.balanced = balanced_pipelines(self.problem)
         self.end = self.began + self.limits.seconds
         self.steps: Iterator[bool] = self._search()
         self.enough = max(
@@ -158,9 +170,8 @@ class StructureSearch:
 
     def _search(self) -> Iterator[bool]:
         """The steps of the search, without end; True: without new seeds there is little left."""
-        order = recursive_device_order(self.problem.cluster)
-        yield from self._try_all(pipelines(self.problem, order))
-        yield from self._try_all(self.moves.relieved(pipelines(self.problem, order)))
+        yield from self._try_all(copy(self.balanced))
+        yield from self._try_all(self.moves.relieved(copy(self.balanced)))
         for seed in self._promising(STARTS):
             yield from self._try_all(self.moves.variants(seed))
         if not math.isfinite(self.best.seconds):
@@ -174,21 +185,30 @@ class StructureSearch:
             yield True
 
     def _try_all(self, structures: Iterable[Structure]) -> Iterator[bool]:
-        """Score the structures, those with the least bounds first."""
-        bounds: dict[Structure, float] = {}
+        """Score the structures, those with the least bounds first.
+
+        The bound from loads is replaced by a closer one before a structure is scheduled.
+        """
+        entries: list[tuple[float, int, Structure, _BoundedWork | None]] = []
+        seen: set[Structure] = set()
         for structure in structures:
-            if self.moves.allows(structure) and structure not in self.scores:
-                work, endings, _ = work_of(self.problem, structure)
-                fits = misfit(self.problem, structure, work) is None
-                bounds[structure] = quick_device_bound(work, endings) if fits else math.inf
-                yield False
-        for structure in sorted(bounds, key=bounds.__getitem__):
+            is_new = structure not in self.scores and structure not in seen
+            if is_new and self.moves.allows(structure):
+                seen.add(structure)
+                heappush(entries, (load_bound(self.problem, structure), len(seen), structure, None))
+            yield False
+        while entries:
+            bound, number, structure, known = heappop(entries)
             ceiling = self.best.seconds * SLACK
-            if ceiling <= bounds[structure] < math.inf:
+            if ceiling <= bound < math.inf:
                 self.scores[structure] = Score(0.0, math.inf, math.inf, len(structure.stages))
+                continue
+            if known is None:
+                known = self._bounded(structure)
+                heappush(entries, (known.bound, number, structure, known))
             else:
-                self._score(structure, ceiling)
-                yield False
+                self.scores[structure] = self._scheduled(structure, ceiling, known)
+            yield False
 
     def _promising(self, count: int) -> list[Structure]:
         """The ``count`` best structures so far."""
@@ -205,18 +225,20 @@ class StructureSearch:
             self.scores[structure] = self._scheduled(structure, ceiling)
         return self.scores[structure]
 
-    def _scheduled(self, structure: Structure, ceiling: float) -> Score:
+    def _scheduled(
+        self, structure: Structure, ceiling: float, known: _BoundedWork | None = None
+    ) -> Score:
         count = len(structure.stages)
         if count * self.problem.microbatches * _ACTIONS_SECONDS > self.end - monotonic():
             return Score(0.0, math.inf, math.inf, count)
-        work, endings, _ = work_of(self.problem, structure)
-        problem = misfit(self.problem, structure, work)
+        if known is None and load_bound(self.problem, structure) >= ceiling:
+            return Score(0.0, math.inf, math.inf, count)
+        work, endings, bound, problem = known or self._bounded(structure)
         if problem is not None:
             if self.structure is None and self.reason:
                 self.reason = problem
             short = float(np.maximum(work.alone - work.room, 0.0).sum())
             return Score(max(short, 1.0), math.inf, math.inf, count)
-        bound = quick_device_bound(work, endings)
         if bound >= ceiling:
             return Score(0.0, math.inf, math.inf, count)
         rules = sorted(rules_for(work), key=lambda rule: -self.wins[rule])
@@ -232,6 +254,12 @@ class StructureSearch:
             elapsed = monotonic() - self.began
             self.on_progress(Progress(elapsed, found.seconds, self.enough, made))
         return score
+
+    def _bounded(self, structure: Structure) -> _BoundedWork:
+        work, endings, _ = work_of(self.problem, structure)
+        problem = misfit(self.problem, structure, work)
+        bound = math.inf if problem else quick_device_bound(work, endings)
+        return _BoundedWork(work, endings, bound, problem)
 
     def _cuts(self, rule: int) -> bool:
         """Whether a structure's rules end before this one; a short turn leaves it the first."""

@@ -9,6 +9,7 @@ orders that list schedules do not, for fewer structures.
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -24,13 +25,12 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.structure import Structure, misfit
 from stagewright.graphs.documents.arrays import Floats
-from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.forward_backward import improve
 from stagewright.solvers.pipelines.list_scheduling import best_list_schedule
 from stagewright.solvers.pipelines.rows.search import RowSearch, compile_row_kernels
 from stagewright.solvers.planners.steps.planner import PlanSearch
 from stagewright.solvers.planners.steps.proposal import NoPlan, Proposal, cost_of, structure_of
-from stagewright.solvers.planners.structures.arrangements import pipelines
+from stagewright.solvers.planners.structures.arrangements import balanced_pipelines
 from stagewright.solvers.planners.structures.reordering import grouped_starts
 
 RULES = 30  # tried for each structure with limited memory
@@ -58,6 +58,7 @@ class GroupedSearch(PlanSearch):
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.limits.seed)
+        self.balanced = balanced_pipelines(self.problem)
 
     def run(self, every: Sequence[Proposal], limits: Limits) -> Proposal | NoPlan:
         """The best plan found within ``limits``, never worse than the known ones on groups.
@@ -114,7 +115,7 @@ class GroupedSearch(PlanSearch):
     @cached_property
     def seeds(self) -> tuple[Structure, ...]:
         """Balanced pipelines on groups of devices, with split backwards where layers allow."""
-        every = pipelines(self.problem, recursive_device_order(self.problem.cluster))
+        every = copy(self.balanced)
         return tuple(self._of(one.stages, True) for one in every if can_vary(one.stages))
 
     def _of(self, stages: Sequence[Stage], is_split: bool) -> Structure:

@@ -14,7 +14,7 @@ import stagewright
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, silent
-from stagewright.formulations.pipelines.bounds.devices import quick_device_bound
+from stagewright.formulations.pipelines.bounds.devices import load_bound, quick_device_bound
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
@@ -107,6 +107,7 @@ def test_every_rule_makes_valid_schedules(data: st.DataObject) -> None:
     if misfit(problem, structure, work) is not None:
         return
     bound = quick_device_bound(work, endings)
+    assert load_bound(problem, structure) <= bound * (1 + 1e-9)
     for rule in data.draw(st.lists(st.sampled_from(rules_for(work)), min_size=1, max_size=5)):
         found = best_schedule(work, endings, (rule,))
         assert found is not None

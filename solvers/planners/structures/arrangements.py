@@ -7,7 +7,7 @@ memory, as the first stages keep the most microbatches.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, tee
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,14 @@ from stagewright.graphs.machines.ordering import recursive_device_order
 MOST_ROUNDS = 4  # stages that a group of devices gets
 _FEW_WAYS = 8  # to divide devices among stages, up to which every one is tried
 _EVERY_LENGTH = 16  # groups up to which every number is tried; above, divisors and the half
+
+
+def balanced_pipelines(problem: PipelineProblem) -> Iterator[Structure]:
+    """The pipelines in SPP's order of devices: searches take copies of this iterator.
+
+    They are made once, as the first copy asks for them.
+    """
+    return tee(pipelines(problem, recursive_device_order(problem.cluster)), 1)[0]
 
 
 def pipelines(problem: PipelineProblem, order: Sequence[int]) -> Iterator[Structure]:

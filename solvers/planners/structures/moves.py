@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
 
-from stagewright.formulations.plans.memory import kept_bytes, stage_static_bytes
+import numpy as np
+
+from stagewright.formulations.plans.memory import stage_static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.plan_class import REPLICATION
+from stagewright.formulations.plans.shards import share_count
 from stagewright.formulations.plans.structure import Structure
 from stagewright.solvers.planners.steps.proposal import Choices, MemoryMode, with_memory_mode
 
@@ -67,22 +70,21 @@ class StructureMoves:
 
         A device has equal memory for each of the stages that use it.
         """
-        first, last = stage.layers
-        index, memory = self.problem.cluster.index, self.problem.memory_bytes
+        (first, last), shares, problem = stage.layers, share_count(stage), self.problem
+        index, memory = problem.cluster.index, problem.memory_bytes
         room = min(float(memory[index[name]]) / uses[name] for name in stage.devices)
-        for cut in range(first, last):
-            rest = replace(stage, layers=(cut, last))
-            parts: Stages = (rest,)
-            if cut > first:
-                parts = (with_memory_mode(replace(stage, layers=(first, cut)), "full"), rest)
-            kept = [kept_bytes(self.problem, one) for one in parts]
-            held = sum(stage_static_bytes(self.problem, one) for one in parts)
-            # When the first part is computed again, the backward of the rest has ended.
-            later = [kept[0].working_bytes, *(one.saved_bytes for one in kept[1:])]
-            held += kept[0].saved_bytes + max(later)
-            if held <= room:
-                return parts
-        return (stage,)
+        inputs = problem.inputs_per_layer(shares)[first:last]
+        saved = problem.saved_per_layer(shares)[first:last]
+        again = np.cumsum(saved) - saved
+        # When the first part is computed again, the backward of the rest has ended.
+        held = np.maximum(again, saved.sum() - again)
+        held[1:] += inputs[0] + 4 * inputs[1:]  # which it keeps, and buffers on both sides of a cut
+        held += stage_static_bytes(problem, stage)
+        cut = first + int(np.argmax(held <= room))
+        if cut == first:
+            return (stage,)
+        rest = replace(stage, layers=(cut, last))
+        return with_memory_mode(replace(stage, layers=(first, cut)), "full"), rest
 
     def allows(self, structure: Structure) -> bool:
         """Whether every stage has enough samples and no duplicate device."""
