@@ -3,14 +3,17 @@
 Three of the models are of ``transformers``, which must be installed for them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
 from statistics import median
 from time import perf_counter
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from rich.progress import track
+from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from benchmarks.forecasts import (
@@ -21,22 +24,24 @@ from benchmarks.forecasts import (
     SAMPLES,
     SEQUENCE,
     VOCABULARY,
-    WARM_UP,
     images,
     planned,
 )
 from benchmarks.ranks import CPU, SGD, on_ranks
 from benchmarks.report import Table, percent
-from stagewright.executor.measuring.links import MeasuringMachine, describe, measure_links
+from stagewright.executor.measuring.links import describe, measure_links
+from stagewright.executor.measuring.machine import MeasuringMachine, reference_seconds
 from stagewright.executor.measuring.whole_models import Profiled, mean_of_ranks
 from stagewright.executor.training.losses import loss_of_run
 from stagewright.executor.training.runtime import Executor
 from stagewright.executor.training.trace_recorder import waited_seconds
+from stagewright.formulations.plans.plan import PipelinePlan
 
 Given = tuple[Tensor | dict[str, Tensor], Tensor | tuple[()]]
 
 ORDERS = ("1f1b", "zb-h1", "zbv", "interleaved")
 WIDTH, DEPTH = 128, 8
+STEPS = 3  # of a round, that count
 
 
 def llama() -> nn.Module:
@@ -116,15 +121,39 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Given]]] = {
 
 
 class Outcome(NamedTuple):
-    """Seconds of an iteration, and for how long of the measured ones a rank had no core."""
+    """An order's seconds of an iteration, predicted and measured in each round.
+
+    ``waited`` is for how long of the measured ones a rank had no core, ``slower`` how many times as
+    long a fixed computation took as when the model was profiled.
+    """
 
     predicted: float
-    measured: float
+    rounds: tuple[float, ...]
     waited: float
+    slower: float
+
+    @property
+    def measured(self) -> float:
+        """The median over the rounds."""
+        return median(self.rounds)
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range of the rounds, of their median."""
+        low, high = np.percentile(self.rounds, [25, 75]).tolist()
+        return (high - low) / self.measured
 
 
-def forecast_orders(rank: int, name: str, turns: int, steps: int) -> list[list[Outcome]]:
-    """Every order of a model, profiled once in each turn."""
+class Step(NamedTuple):
+    """Seconds without a core, and of a step, on the rank that had most; those of the reference."""
+
+    waited: float
+    seconds: float
+    reference: float
+
+
+def forecast_orders(rank: int, name: str, turns: int, rounds: int) -> list[list[Outcome]]:
+    """Every order of a model, profiled once in each turn and run in alternation."""
     del rank
     make, batch_of = MODELS[name]
     batch = inputs, _ = batch_of()
@@ -140,44 +169,64 @@ def forecast_orders(rank: int, name: str, turns: int, steps: int) -> list[list[O
         cluster = describe(measure_links(CPU), CPU)
         dist.barrier()
         chain = mean_of_ranks(profile.measure())
-        turn = []
-        for order in ORDERS:
-            plan = planned(chain, cluster, "order", order)
-            executor = Executor(plan, make, None if takes_loss else loss, SGD, example=inputs)
-            taken = [_step(executor, batch) for _ in range(WARM_UP + 2 * steps)][WARM_UP:]
-            calm = sorted(taken)[:steps]
-            assert plan.predicted is not None
-            waited, seconds = (median(values) for values in zip(*calm, strict=True))
-            turn.append(Outcome(plan.predicted.iteration_seconds, seconds, waited))
-        found.append(turn)
+        plans = [planned(chain, cluster, "order", order) for order in ORDERS]
+        executors = [
+            Executor(plan, make, None if takes_loss else loss, SGD, example=inputs)
+            for plan in plans
+        ]
+        taken = [[_calm(executor, batch) for executor in executors] for _ in range(1 + rounds)][1:]
+        found.append([_outcome(*one) for one in zip(plans, zip(*taken, strict=True), strict=True)])
     return found
 
 
-def _step(executor: Executor, batch: Given) -> tuple[float, float]:
-    """Seconds without a core, and of a step, on the rank that had most of them."""
-    dist.barrier()
+def _calm(executor: Executor, batch: Given) -> list[Step]:
+    """Some steps in a row, of which the first brings the model into the caches.
+
+    Of the rest, the half in which the ranks waited least for a core.
+    """
+    steps = [_step(executor, batch) for _ in range(1 + 2 * STEPS)][1:]
+    return sorted(steps)[:STEPS]
+
+
+def _step(executor: Executor, batch: Given) -> Step:
+    reference = torch.tensor(reference_seconds(CPU))
+    dist.all_reduce(reference)
     before, began = waited_seconds() or 0.0, perf_counter()
     executor.step(*batch)
     found = torch.tensor([(waited_seconds() or 0.0) - before, perf_counter() - began])
     dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found[0]), float(found[1])
+    return Step(*found.tolist(), float(reference) / dist.get_world_size())
+
+
+def _outcome(plan: PipelinePlan, rounds: Sequence[list[Step]]) -> Outcome:
+    assert plan.predicted is not None
+    assert plan.reference_seconds is not None
+    steps = [step for of_round in rounds for step in of_round]
+    return Outcome(
+        plan.predicted.iteration_seconds,
+        tuple(median(step.seconds for step in of_round) for of_round in rounds),
+        median(step.waited for step in steps),
+        median(step.reference for step in steps) / plan.reference_seconds,
+    )
 
 
 def orders_table(quick: bool) -> Table:
     """The orders in the calmest of several turns of each model."""
-    turns, steps = (1, 3) if quick else (2, 15)
+    turns, rounds = (1, 2) if quick else (2, 4)
     rows: list[tuple[object, ...]] = []
     for name in track(list(MODELS)[-1:] if quick else MODELS, "orders beside their predictions"):
-        every: list[list[Outcome]] = on_ranks(2, forecast_orders, name, turns, steps)[0]
+        every: list[list[Outcome]] = on_ranks(2, forecast_orders, name, turns, rounds)[0]
         rows += rows_of(name, every)
     columns = (
-        *("model", "order", "predicted, ms", "measured, ms", "measured / predicted"),
-        *("place, predicted / measured", "waited for a core"),
+        *("model", "order", "predicted, ms", "measured, ms", "spread", "measured / predicted"),
+        *("at equal speed", "place, predicted / measured", "Spearman; pairs as predicted"),
+        "waited for a core",
     )
     title = (
         f"Orders beside their predictions: models of {DEPTH} blocks of width {WIDTH} and an MLP, "
-        f"two ranks, {MICROBATCHES} microbatches; median of {steps} of {2 * steps} steps in the "
-        f"calmest of {turns} turns; target: 0.85 to 1.15, and the places of the orders"
+        f"two ranks, {MICROBATCHES} microbatches; in alternation, median of {rounds} rounds of "
+        f"{STEPS} of {2 * STEPS} steps in the calmest of {turns} turns; target: 0.85 to 1.15, and "
+        "the places of the orders"
     )
     return Table("executor-orders", title, columns, tuple(rows))
 
@@ -185,10 +234,26 @@ def orders_table(quick: bool) -> Table:
 def rows_of(name: str, every: list[list[Outcome]]) -> Iterator[tuple[object, ...]]:
     """The rows of a model: those of the turn in which ranks waited least for a core."""
     calm = min(every, key=lambda turn: sum(one.waited / one.measured for one in turn))
+    places = _places(calm)
     for order, one in zip(ORDERS, calm, strict=True):
         predicted = 1 + sum(other.predicted < one.predicted for other in calm)
         measured = 1 + sum(other.measured < one.measured for other in calm)
+        ratio = one.measured / one.predicted
         yield (
-            *(name, order, 1e3 * one.predicted, 1e3 * one.measured, one.measured / one.predicted),
-            *(f"{predicted} / {measured}", percent(one.waited / one.measured)),
+            *(name, order, 1e3 * one.predicted, 1e3 * one.measured, percent(one.spread), ratio),
+            *(ratio / one.slower, f"{predicted} / {measured}", places),
+            percent(one.waited / one.measured),
         )
+
+
+def _places(orders: Sequence[Outcome]) -> str:
+    """How far measured places are the predicted ones.
+
+    Two orders are a tie if they are predicted as far apart as one order differs between rounds.
+    """
+    spread = max(one.spread for one in orders)
+    pairs = [sorted(pair) for pair in combinations(orders, 2)]
+    far = [(one, other) for one, other in pairs if other.predicted > (1 + spread) * one.predicted]
+    kept = sum(one.measured < other.measured for one, other in far)
+    rank = spearmanr(*zip(*((one.predicted, one.measured) for one in orders), strict=True))
+    return f"{rank.statistic:.1f}; {kept} of {len(far)}, {len(pairs) - len(far)} ties"

@@ -19,7 +19,8 @@ from examples.models import ResNet50, Transformer
 from stagewright.executor.capture.tracing import capture
 from stagewright.executor.measuring.causes import ON_DEVICE, WAITING, MeasuredRun, measured_steps
 from stagewright.executor.measuring.compare import Comparison, compare
-from stagewright.executor.measuring.links import MeasuringMachine, describe, measure_links
+from stagewright.executor.measuring.links import describe, measure_links
+from stagewright.executor.measuring.machine import MeasuringMachine
 from stagewright.executor.measuring.profiling import measure_layers
 from stagewright.executor.measuring.whole_models import mean_of_ranks
 from stagewright.executor.training.runtime import Executor
@@ -230,13 +231,14 @@ def forecast_table(quick: bool) -> Table:
             (
                 *(case.model, case.planner, calm.cuts),
                 *(1e3 * iteration.predicted, 1e3 * iteration.measured, calm.ratio),
-                *(percent(calm.waited), calm.calm_ratio),
+                *(calm.comparison.equal_speed_ratio, percent(calm.waited), calm.calm_ratio),
                 *(calm.ratio_of("forwards"), calm.ratio_of("backwards"), calm.cause),
             )
         )
     columns = (
         *("model", "planner", "layers on devices", "predicted, ms", "measured, ms"),
-        *("measured / predicted", "waited for a core", "undisturbed / predicted"),
+        *("measured / predicted", "at equal speed", "waited for a core"),
+        "undisturbed / predicted",
         *("F, likewise", "B, likewise", "largest cause but waits"),
     )
     title = (

@@ -21,7 +21,7 @@ from benchmarks.backward_first import backward_first_plan
 from benchmarks.executor import plan_in_order
 from benchmarks.plain_loop import cut, loss_of
 from benchmarks.report import Table
-from stagewright.executor.measuring.links import MeasuringMachine
+from stagewright.executor.measuring.machine import MeasuringMachine
 from stagewright.executor.measuring.profiling import measure_layers
 from stagewright.executor.measuring.whole_models import captured_by_size
 from stagewright.executor.training.data.passes import pair

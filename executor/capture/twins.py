@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 Make = Callable[..., tuple[Any, ...]]
 
+_COPIES = 16  # of buffers, by the stages of a rank, for which a function keeps what it has made
 _MADE: ContextVar[dict[Make, tuple[Any, ...]] | None] = ContextVar("made", default=None)
 
 
@@ -30,7 +31,8 @@ def shared(make: Make, *, of_inputs: bool) -> Make:
     """A function like ``make`` that is called once within a `made_once` context.
 
     Without ``of_inputs`` it makes tensors of sizes and buffers alone, which are the same for every
-    microbatch: they are kept until it is called with others, or one of them is changed in place.
+    microbatch: they are kept until it is called with other sizes, or a buffer is changed in place.
+    Stages have copies of buffers, so that several on a rank call it with other ones in turn.
     """
     own = _Kept(make)
 
@@ -46,24 +48,31 @@ def shared(make: Make, *, of_inputs: bool) -> Make:
 
 
 class _Kept:
-    """What a function has made last, and of what, each with the number of its changes in place."""
+    """What a function has made last of some tensors, each with the number of its changes in place.
+
+    Its key is their ids, which are no other tensors' as long as they are kept.
+    """
 
     def __init__(self, make: Make) -> None:
         self._make = make
-        self._last: tuple[tuple[Any, ...], list[int], tuple[Any, ...]] | None = None
+        self._last: dict[tuple[int, ...], tuple[tuple[Any, ...], list[int], tuple[Any, ...]]] = {}
 
     def made(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """What the function makes of ``values``."""
         tensors = [one for one in values if isinstance(one, Tensor)]
         if torch.is_inference_mode_enabled() or any(isinstance(one, FakeTensor) for one in tensors):
             return self._make(*values)
-        if self._last is not None:
-            of, versions, found = self._last
+        key = tuple(map(id, tensors))
+        if key in self._last:
+            of, versions, found = self._last.pop(key)
             if all(map(_is_same, of, values)) and versions == _versions(of, found):
+                self._last[key] = of, versions, found
                 return found
+        elif len(self._last) == _COPIES:
+            del self._last[next(iter(self._last))]
         with _disable_current_modes():  # in a trace it is a constant
             found = self._make(*values)
-        self._last = values, _versions(values, found), found
+        self._last[key] = values, _versions(values, found), found
         return found
 
 

@@ -7,7 +7,6 @@ The iterations of a periodic plan count as steps, though they overlap. Their per
 while the pipeline is full, by the ends of microbatches.
 """
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -50,7 +49,7 @@ from stagewright.formulations.plans.actions import (
 from stagewright.formulations.plans.periodic import steady_microbatches
 from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan
 from stagewright.formulations.plans.timing import message_seconds
-from stagewright.formulations.prices.collectives import link_seconds
+from stagewright.formulations.prices.collectives import message_price
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.chain import Chain, LayerCost
@@ -81,7 +80,8 @@ def correct(chain: Chain, plan: PipelinePlan, trace: Trace) -> Chain:
             for layer in chain.layers[slice(*stage.layers)]
         ]
     source = f"{chain.source}, corrected by a measured run on {trace.machine}"
-    return replace(chain, source=source, layers=tuple(layers))
+    reference = trace.reference_seconds
+    return replace(chain, source=source, layers=tuple(layers), reference_seconds=reference)
 
 
 def _without_messages(
@@ -90,12 +90,12 @@ def _without_messages(
     """Actions with the predicted seconds of their layers alone."""
     size = plan.microbatch_size or chain.microbatch_size
 
+    price = plan.message_seconds, plan.message_bytes_per_second
+
     def of_message(stop: int, senders: int, receivers: int) -> float:
         costs = chain.layers[stop - 1].costs
-        of_sample = max(cost.output_bytes / cost.microbatch_size for cost in costs)
-        share = of_sample * -(-size // (senders * receivers))
-        rate = plan.message_bytes_per_second or math.inf
-        return link_seconds(share, rate, plan.message_seconds or 0.0)
+        whole = size * max(cost.output_bytes / cost.microbatch_size for cost in costs)
+        return message_price(whole, size, senders * receivers, *price)
 
     forward, backward = message_seconds(plan.stages, plan.microbatches, of_message)
     seconds = {F: forward, B: backward, I: backward}
@@ -203,6 +203,8 @@ class Comparison:
     An action that several devices share lasts as long as on the slowest of them, as in the cost
     model. ``iteration_seconds`` compares with the median of the ``steps`` counted steps, which
     took ``least_seconds`` to ``most_seconds``; ``explanation`` has the causes of the difference.
+    ``reference_seconds`` are those of the same small computation, beside the profile and beside the
+    run (None: not both are known).
     ``update_seconds`` is the time of the optimizer steps on the device where it is longest,
     measured as a median; the prediction is 0 if the profile has no update times, or updates are
     part of backwards.
@@ -221,6 +223,15 @@ class Comparison:
     period: PeriodComparison | None = None
     memory: MemoryComparison | None = None
     explanation: Explanation | None = None
+    reference_seconds: Pair | None = None
+
+    @property
+    def equal_speed_ratio(self) -> float | None:
+        """Measured / predicted seconds on a machine as fast as when it was profiled, if known."""
+        whole, speed = self.iteration_seconds.ratio, self.reference_seconds
+        if whole is None or speed is None:
+            return None
+        return whole * speed.predicted / speed.measured
 
 
 def compare(plan: PipelinePlan, trace: Trace) -> Comparison:
@@ -239,6 +250,7 @@ def compare(plan: PipelinePlan, trace: Trace) -> Comparison:
     iteration = Pair(iteration_seconds(plan), seconds)
     updates = [step.update_seconds / (step.iterations or 1) for step in steps]
     update = Pair(_predicted_update(plan), float(np.median(updates)))
+    before, now = plan.reference_seconds, trace.reference_seconds
     return Comparison(
         kinds=_compare_kinds(pair_actions(entries)),
         stages=_compare_stages(plan, entries, iteration),
@@ -250,6 +262,7 @@ def compare(plan: PipelinePlan, trace: Trace) -> Comparison:
         period=period,
         memory=_compare_memory(plan, trace.memory),
         explanation=explain(plan, trace, iteration, update),
+        reference_seconds=None if before is None or now is None else Pair(before, now),
     )
 
 

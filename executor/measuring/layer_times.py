@@ -19,7 +19,7 @@ from stagewright.executor.capture.split_layer import (
     SavedForWeights,
     SplitLayer,
 )
-from stagewright.executor.measuring.links import MeasuringMachine, Seconds
+from stagewright.executor.measuring.machine import MeasuringMachine, Seconds
 from stagewright.executor.training.losses import Loss, read_loss
 from stagewright.executor.training.stages.flights import add_gradient
 from stagewright.graphs.documents.errors import InputError

@@ -20,22 +20,23 @@ and a time per byte.
 
 import itertools
 import os
-import platform
-import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from scipy.optimize import nnls
 
+from stagewright.executor.measuring.machine import (
+    MeasuringMachine,
+    forward_and_backward,
+    layers_of_reference,
+    rounded,
+)
 from stagewright.executor.training.interpreter.exchange import RECV_F, Messages
 from stagewright.executor.training.ranks.rank import RankPlace
 from stagewright.formulations.plans.actions import SEND_F, Action
@@ -44,89 +45,7 @@ from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster, Device, from_matrix
 
-Seconds = Callable[[], float]
-"""A measured time; on a GPU who asks for it waits until it is over."""
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuringMachine:
-    """The measuring device: ``kind`` is the device kind that clusters use for it."""
-
-    device: torch.device
-    threads: int = 1
-    kind: str = ""
-
-    @property
-    def device_kind(self) -> str:
-        """``kind``, or else the name of the device."""
-        if self.kind:
-            return self.kind
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu core"
-        return name.lower().replace(" ", "-")
-
-    @property
-    def clock(self) -> str:
-        """The kind of time that is measured."""
-        return "processor time" if self._counts_processor_time else "elapsed time"
-
-    def __str__(self) -> str:
-        if self.device.type == "cuda":
-            return torch.cuda.get_device_name(self.device)
-        return f"{self.threads} of {os.cpu_count()} cores of {_processor()}, {self.clock}"
-
-    @property
-    def _counts_processor_time(self) -> bool:
-        return self.device.type == "cpu" and self.threads == 1
-
-    def timed(self, work: Callable[[], Any]) -> tuple[Seconds, Any]:
-        """The seconds that ``work`` takes, and its result.
-
-        On a GPU they are those between two events of its stream, and nothing waits before they are
-        asked for: as in a run, the host issues what follows while the GPU computes, and a kernel
-        that is issued too late for the GPU takes the time of its launch.
-        """
-        if self.device.type == "cuda":
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            began.record()
-            result = work()
-            ended.record()
-            return partial(_between, began, ended), result
-        clock = time.process_time if self._counts_processor_time else time.perf_counter
-        start = clock()
-        result = work()
-        seconds = clock() - start
-        return lambda: seconds, result
-
-
-def _between(began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
-    ended.synchronize()
-    milliseconds: float = began.elapsed_time(ended)
-    return 1e-3 * milliseconds
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Let torch use ``count`` threads within the context."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _processor() -> str:
-    """The processor's name, with family and model if the kernel reports them."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
-        return platform.processor() or platform.machine()
-    fields = dict(re.findall(r"^([\w ]+?)\s*: (.*)$", cpuinfo.read_text(), re.MULTILINE))
-    name = fields.get("model name", platform.machine())
-    return f"{name} (family {fields.get('cpu family', '?')}, model {fields.get('model', '?')})"
-
-
 SIZES = (4_096, 65_536, 1_048_576, 16_777_216)  # bytes
-DIGITS = 4  # significant digits of a measurement
 _NUMBER_BYTES = 4  # of what an all-reduce adds
 
 
@@ -277,7 +196,6 @@ def _all_reduce(numbers: int, rounds: int, device: torch.device) -> float:
 
 MESSAGES = (4_096, 131_072, 524_288)  # bytes
 ITERATIONS = 25  # in a row
-_LAYERS, _WIDTH, _ROWS = 4, 512, 64  # of a microbatch: 1.5 ms, 1 MB of weights each layer
 _IN_FLIGHT = 4  # messages: those of two microbatches
 
 
@@ -286,22 +204,24 @@ def _message_price(rounds: int) -> tuple[float, float | None]:
 
     The median of ``rounds`` differences to the same computation without messages counts.
     """
-    weights = [torch.full((_WIDTH, _WIDTH), 1 / _WIDTH, requires_grad=True) for _ in range(_LAYERS)]
-    added = [[_added_seconds(size, weights) for size in MESSAGES] for _ in range(1 + rounds)]
+    rows, weights = layers_of_reference()
+    added = [[_added_seconds(size, rows, weights) for size in MESSAGES] for _ in range(1 + rounds)]
     own = np.median(added[1:], axis=0) / 4  # a cut has two messages on both sides
     every = [own] * dist.get_world_size()
     dist.all_gather_object(every, own)
     return _line(MESSAGES, np.maximum(1e-6, np.max(every, axis=0)).tolist())  # a call takes 1 us
 
 
-def _added_seconds(size: int, weights: Sequence[torch.Tensor]) -> float:
+def _added_seconds(size: int, rows: torch.Tensor, weights: Sequence[torch.Tensor]) -> float:
     """By how much a cut and its messages of ``size`` bytes lengthen a microbatch."""
     half = len(weights) // 2
-    cut = _microbatch_seconds(size, [weights[:half], weights[half:]])
-    return cut - _microbatch_seconds(size, [weights])
+    cut = _microbatch_seconds(size, rows, [weights[:half], weights[half:]])
+    return cut - _microbatch_seconds(size, rows, [weights])
 
 
-def _microbatch_seconds(size: int, parts: Sequence[Sequence[torch.Tensor]]) -> float:
+def _microbatch_seconds(
+    size: int, rows: torch.Tensor, parts: Sequence[Sequence[torch.Tensor]]
+) -> float:
     """Processor time of a forward and a backward by ``parts``, gloo's thread included.
 
     Where there are two, each rank sends to the next, by the executor's own calls, after the forward
@@ -310,7 +230,7 @@ def _microbatch_seconds(size: int, parts: Sequence[Sequence[torch.Tensor]]) -> f
     """
     rank, ranks, cpu = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
     messages = Messages(RankPlace(("",) * ranks, rank, cpu, cpu, dist.group.WORLD))
-    rows, first = torch.ones(_ROWS, _WIDTH), torch.ones(size, dtype=torch.uint8)
+    first = torch.ones(size, dtype=torch.uint8)
     rooms = [first] * (2 * ITERATIONS)
     sent, received = ([Action(0, kind, i) for i in range(len(rooms))] for kind in (SEND_F, RECV_F))
 
@@ -331,34 +251,11 @@ def _microbatch_seconds(size: int, parts: Sequence[Sequence[torch.Tensor]]) -> f
         if len(parts) > 1:
             expect(i)
             expect(i + 1)
-        _forward_and_backward(rows, parts, partial(hand_over, i), partial(hand_over, i + 1))
+        forward_and_backward(rows, parts, partial(hand_over, i), partial(hand_over, i + 1))
     for i in range(-_IN_FLIGHT, 0):
         messages.taken(received[i])
         messages.release(sent[i])
     return (time.process_time() - start) / ITERATIONS
-
-
-def _forward_and_backward(
-    values: torch.Tensor,
-    parts: Sequence[Sequence[torch.Tensor]],
-    after_forward: Callable[[], None],
-    after_backward: Callable[[], None],
-) -> None:
-    """Layers ``parts`` by part, as stages have them; calls after the first of each direction."""
-    graphs, gradient = [], values
-    for i, part in enumerate(parts):
-        given = values = values.detach().requires_grad_()
-        for layer in part:
-            values = values @ layer
-        graphs.append((given, values))
-        if i == 0:
-            after_forward()
-    for i, (given, values) in enumerate(reversed(graphs)):
-        torch.autograd.backward(values, gradient)
-        assert given.grad is not None
-        gradient = given.grad
-        if i == 0:
-            after_backward()
 
 
 def _as_senders_see_it(bandwidth: Floats, latency: Floats) -> tuple[Floats, Floats]:
@@ -383,8 +280,3 @@ def _each_rounded(values: Floats) -> Floats:
 
 def _rounded_or_none(value: float | None) -> float | None:
     return None if value is None else rounded(value)
-
-
-def rounded(value: float) -> float:
-    """A number with as many digits as a measurement has."""
-    return float(f"{value:.{DIGITS}g}")

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stagewright.executor.capture.steps.step import CapturedStep
-from stagewright.executor.measuring.links import MeasuringMachine, Seconds, rounded, threads
+from stagewright.executor.measuring.machine import MeasuringMachine, Seconds, rounded, threads
 from stagewright.executor.measuring.profiling import WARM_UP
 from stagewright.graphs.models.operators.step_graph import StepGraph
 

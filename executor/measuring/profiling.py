@@ -41,7 +41,13 @@ from stagewright.executor.capture.loss_graph import require_no_parameters
 from stagewright.executor.capture.shapes import propagate, values_of
 from stagewright.executor.capture.twins import copied, made_once
 from stagewright.executor.measuring.layer_times import LayerRun, loss_of, runs_of, times_of
-from stagewright.executor.measuring.links import MeasuringMachine, rounded, threads
+from stagewright.executor.measuring.machine import (
+    MeasuringMachine,
+    reference_seconds,
+    rounded,
+    threads,
+    typical,
+)
 from stagewright.executor.training.data.batches import (
     mapped_batch,
     require_samples,
@@ -92,7 +98,7 @@ def measure_layers(
     require_no_parameters(loss)
     for size in microbatch_sizes:  # as a run does before it starts
         propagate(models[size].layers, values_of(inputs, size), machine.device, autocast)
-    measured = []
+    measured, references = [], list[float | None]()
     with threads(machine.threads):
         for size in microbatch_sizes:
             runs = runs_of(
@@ -106,6 +112,7 @@ def measure_layers(
                 with made_once():
                     times = [one for row in rows for one in times_of(row, machine)]
                 seconds[i] = [[one() for one in of_run] for of_run in times]
+                references.append(reference_seconds(machine.device))
             measured.append((seconds[WARM_UP:], [run.bytes() for run in runs]))
         of_one = partial(loss_of, model, loss, _first(targets, 1))
         alone = [*runs[:-1], replace(runs[-1], loss=of_one)] if min(microbatch_sizes) > 1 else []
@@ -127,6 +134,7 @@ def measure_layers(
             )
         ),
         optimizer_bytes_per_parameter_byte=state,
+        reference_seconds=typical(references),
     )
 
 

@@ -25,7 +25,7 @@ from stagewright.executor.capture.plain_modules import made_plain
 from stagewright.executor.capture.self_check import ExampleStep, require_same_step
 from stagewright.executor.capture.shapes import Value, propagate, values_of
 from stagewright.executor.capture.tracing import capture
-from stagewright.executor.measuring.links import MeasuringMachine, Seconds, rounded
+from stagewright.executor.measuring.machine import MeasuringMachine, Seconds, rounded, typical
 from stagewright.executor.measuring.profiling import measure_layers
 from stagewright.executor.training.data.batches import (
     mapped_batch,
@@ -138,7 +138,8 @@ def _combined(chains: Sequence[Chain], way: Callable[[Sequence[float]], float]) 
     layers = [
         _combined_layer(same, way) for same in zip(*(one.layers for one in chains), strict=True)
     ]
-    return replace(chains[0], layers=tuple(layers))
+    reference = typical((one.reference_seconds for one in chains), way)
+    return replace(chains[0], layers=tuple(layers), reference_seconds=reference)
 
 
 def _combined_layer(layers: Sequence[Layer], way: Callable[[Sequence[float]], float]) -> Layer:

@@ -17,7 +17,7 @@ from stagewright.formulations.plans.actions import ON_DEVICE, Action, ActionKind
 from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan, ScheduledAction
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import require_amount
+from stagewright.graphs.documents.units import require_amount, require_positive
 
 FORMAT: Literal["stagewright-trace"] = "stagewright-trace"
 VERSION: Literal[1] = 1
@@ -108,6 +108,7 @@ class Trace:
 
     ``digest`` is the plan's, ``machine`` says in words where the run was, ``backend`` is the
     library that moved the tensors ("gloo", "nccl"). ``memory`` is None if it was not measured.
+    ``reference_seconds`` as of a `Chain`: the median over the steps, a mean over ranks.
     """
 
     digest: str
@@ -118,6 +119,7 @@ class Trace:
     dtype: str
     steps: tuple[TracedStep, ...]
     memory: MeasuredMemory | None = None
+    reference_seconds: float | None = None
     format: Literal["stagewright-trace"] = FORMAT
     version: Literal[1] = VERSION
 
@@ -126,6 +128,7 @@ class Trace:
             raise InputError("a trace needs at least one step")
         if self.world_size < 1:
             raise InputError(f"world_size must be at least 1, got {self.world_size}")
+        require_positive(self.reference_seconds, "reference_seconds")
         for one, other in pairwise(self.steps):
             if one.step >= other.step:
                 raise InputError(f"step {other.step} comes after step {one.step}; sort the steps")

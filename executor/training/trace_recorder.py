@@ -16,6 +16,7 @@ from typing import BinaryIO
 import torch
 import torch.distributed as dist
 
+from stagewright.executor.measuring.machine import reference_seconds, typical
 from stagewright.executor.programs.trace import (
     MeasuredMemory,
     MemoryKind,
@@ -58,6 +59,7 @@ class MemoryMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._base = device, 0.0
+        reference_seconds(device)  # takes its memory, which is not the model's
         if device.type == "cpu":
             with suppress(OSError):
                 CLEAR.write_text(_FORGET_PEAK)
@@ -92,10 +94,12 @@ MEETINGS = 15  # barriers of all ranks before a run that is traced
 class Recording:
     """The actions of this rank from ``step`` until no mini-batch was in flight.
 
-    Times are on its own clock; ``met_seconds`` are its readings after barriers of all ranks.
+    Times are on its own clock; ``met_seconds`` are its readings after barriers of all ranks,
+    ``reference_seconds`` say how fast the machine is.
     """
 
     step: int
+    reference_seconds: float | None
     met_seconds: list[float]
     losses: list[float] = field(default_factory=list)
     records: list[RankAction] = field(default_factory=list)
@@ -152,7 +156,8 @@ class TraceRecorder:
     def begin(self, step: int) -> None:
         """Begin a recording at ``step``, unless one is open. All ranks call it."""
         if self._on and self._current is None:
-            self._current = Recording(step, self._meetings())
+            reference = reference_seconds(self._place.device)
+            self._current = Recording(step, reference, self._meetings())
 
     def _meetings(self) -> list[float]:
         """Times after barriers of all ranks, by which their clocks are compared.
@@ -215,6 +220,7 @@ class TraceRecorder:
             )
             for i, own in enumerate(self._done)
         )
+        by_rank = (typical(one.reference_seconds for one in share) for share in shares)
         return Trace(
             digest=plan.digest,
             model=plan.model,
@@ -224,6 +230,7 @@ class TraceRecorder:
             dtype=str(self._dtype).removeprefix("torch."),
             steps=steps,
             memory=memory,
+            reference_seconds=typical(by_rank, fmean),
         )
 
     def _memory(self) -> MeasuredMemory | None:

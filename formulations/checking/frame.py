@@ -26,10 +26,14 @@ def broken_frame(problem: PipelineProblem, plan: PipelinePlan) -> Iterator[Viola
             "microbatches",
             f"the plan has {plan.microbatches}, the problem {problem.microbatches}",
         )
-    for name in ("message_seconds", "message_bytes_per_second"):
-        told, known = getattr(plan, name), getattr(problem.cluster, name)
+    for source, name in (
+        ("cluster", "message_seconds"),
+        ("cluster", "message_bytes_per_second"),
+        ("chain", "reference_seconds"),
+    ):
+        told, known = getattr(plan, name), getattr(getattr(problem, source), name)
         if told != known:
-            yield Violation(name, name, f"the plan has {told}, the cluster {known}")
+            yield Violation(name, name, f"the plan has {told}, the problem {known}")
     yield from _broken_weights(plan)
     yield from _broken_streams(plan)
     if plan.is_backward_first:

@@ -114,6 +114,7 @@ def _with_figures(
         microbatch_size=problem.microbatch_size,
         message_seconds=problem.cluster.message_seconds,
         message_bytes_per_second=problem.cluster.message_bytes_per_second,
+        reference_seconds=problem.chain.reference_seconds,
         layers=tuple(
             PlannedLayer(layer.name, layer.parameter_bytes) for layer in problem.chain.layers
         ),

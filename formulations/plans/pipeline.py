@@ -15,7 +15,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.formulations.prices.collectives import link_seconds, ring_seconds
+from stagewright.formulations.prices.collectives import (
+    link_seconds,
+    message_price,
+    ring_seconds,
+)
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_MICROBATCHES, MIN_MEMORY, require_count
@@ -265,10 +269,9 @@ class PipelineProblem:
 
         It is one from one of ``senders`` to one of ``receivers``, as of `transfer_seconds`.
         """
-        share = self.share_bytes(self.boundary_bytes(stop), senders * receivers)
-        cluster = self.cluster
-        rate = cluster.message_bytes_per_second or math.inf
-        return link_seconds(share, rate, cluster.message_seconds or 0.0)
+        cluster, samples = self.cluster, self.chain.microbatch_size
+        price = cluster.message_seconds, cluster.message_bytes_per_second
+        return message_price(self.boundary_bytes(stop), samples, senders * receivers, *price)
 
     def _slowest_link(self, ones: Sequence[int], others: Sequence[int]) -> tuple[float, float]:
         """The slowest bandwidth and latency; searches ask for the same groups again and again."""

@@ -26,6 +26,7 @@ from stagewright.graphs.documents.units import (
     counted,
     require_amount,
     require_count,
+    require_positive,
 )
 
 FORMAT: Literal["stagewright-plan"] = "stagewright-plan"
@@ -303,10 +304,10 @@ class Certificate:
 class PipelinePlan(Envelope):
     """A plan for one training iteration of a model on a cluster.
 
-    ``digest`` identifies the problem (model, cluster, microbatches), ``layers`` (None: unknown) are
-    the model's, ``memory_limit_bytes``, ``assumed_share`` and ``microbatch_size`` are the
-    problem's, the times of messages the cluster's. Stages may share devices. ``weights`` says when
-    the weights change:
+    ``digest`` identifies the problem (model, cluster, microbatches), ``layers`` (None: unknown) and
+    ``reference_seconds`` are the model's, ``memory_limit_bytes``, ``assumed_share`` and
+    ``microbatch_size`` are the problem's, the times of messages the cluster's. Stages may share
+    devices. ``weights`` says when the weights change:
 
     - ``flush``: once, at the end of the iteration, by the gradient of all microbatches.
     - ``stash``: after every microbatch (of a round-robin stage, after every round), as its backward
@@ -334,6 +335,7 @@ class PipelinePlan(Envelope):
     microbatch_size: int | None = None
     message_seconds: float | None = None
     message_bytes_per_second: float | None = None
+    reference_seconds: float | None = None
     format: Literal["stagewright-plan"] = FORMAT
     version: Literal[1] = VERSION
     kind: Literal["pipeline"] = "pipeline"
@@ -343,6 +345,7 @@ class PipelinePlan(Envelope):
             raise InputError("a plan needs at least one stage")
         if self.microbatches < 1:
             raise InputError(f"microbatches must be at least 1, got {self.microbatches}")
+        require_positive(self.reference_seconds, "reference_seconds")
 
     @property
     def is_periodic(self) -> bool:

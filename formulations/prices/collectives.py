@@ -9,6 +9,7 @@ Of several groups at once the slowest decides; their members exchange nothing fo
 Functions above those of groups take numbers or arrays, and kernels compile them.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -21,6 +22,17 @@ Amount = TypeVar("Amount", float, Floats)
 def link_seconds(moved: Amount, bytes_per_second: float, latency_seconds: float = 0.0) -> Amount:
     """Time of ``moved`` bytes over a link."""
     return moved / bytes_per_second + latency_seconds
+
+
+def message_price(
+    whole: float, samples: int, shares: int, seconds: float | None, bytes_per_second: float | None
+) -> float:
+    """A device's own time for a message: the largest of ``shares`` of ``samples``.
+
+    All samples together have ``whole`` bytes; None in a price means no time.
+    """
+    share = whole * -(-samples // shares) / samples
+    return link_seconds(share, bytes_per_second or math.inf, seconds or 0.0)
 
 
 def pace(bytes_per_second: Amount) -> Amount:

@@ -169,6 +169,15 @@ def require_amount(value: float, place: str) -> None:
         raise InputError(f"{place} must be finite and not negative, got {value}")
 
 
+def require_positive(value: float | None, place: str) -> None:
+    """Refuse a known value that is not a finite number above 0."""
+    if value is None:
+        return
+    require_number(value, place)
+    if not is_finite(value) or value <= 0:
+        raise InputError(f"{place} must be finite and above 0, got {value}")
+
+
 def require_number(value: float, place: str) -> None:
     """Refuse a value that is not a real number, such as a size with its unit."""
     if not isinstance(value, Real) or isinstance(value, bool):

@@ -6,14 +6,13 @@ of one input count as one operator (query, key and value; gate and up), so that 
 keep counts once.
 """
 
-import math
 from collections.abc import Hashable
 from dataclasses import replace
 from typing import Literal
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import MAX_LAYERS, require_count
+from stagewright.graphs.documents.units import MAX_LAYERS, require_count, require_positive
 from stagewright.graphs.models.blocks import Block, Variant, fields_of, require_variants
 from stagewright.graphs.models.diffusion import Diffusion
 from stagewright.graphs.models.feed_forwards import (
@@ -127,9 +126,7 @@ class Architecture:
         if self.tower is not None:
             self.tower.require_decoder(self)
         for name in ("rotary_base", "norm_epsilon"):
-            value = getattr(self, name)
-            if value is not None and not 0.0 < value < math.inf:
-                raise InputError(f"{name} must be finite and above 0, got {value}")
+            require_positive(getattr(self, name), name)
 
     def parts(self, index: int) -> Block:
         """What the block (counted from 0) has."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import require_amount
+from stagewright.graphs.documents.units import require_amount, require_positive
 
 FORMAT: Literal["stagewright-model"] = "stagewright-model"
 VERSION: Literal[1] = 1
@@ -190,7 +190,9 @@ class Chain:
 
     ``microbatch_size`` (samples) is the planned size; ``source`` says where the costs come from
     ("analytic: ...", "measured: ..."). ``optimizer_bytes_per_parameter_byte`` is the optimizer's
-    state: 0 for plain SGD, 1 for momentum, 2 for Adam.
+    state: 0 for plain SGD, 1 for momentum, 2 for Adam. ``reference_seconds`` tell how fast the
+    machine was at that time: those of a small computation that ``run --trace`` times, too (None:
+    not known).
     """
 
     name: str
@@ -198,6 +200,7 @@ class Chain:
     microbatch_size: int
     layers: tuple[Layer, ...]
     optimizer_bytes_per_parameter_byte: float = 2.0
+    reference_seconds: float | None = None
     format: Literal["stagewright-model"] = FORMAT
     version: Literal[1] = VERSION
 
@@ -209,6 +212,7 @@ class Chain:
         require_amount(
             self.optimizer_bytes_per_parameter_byte, "optimizer_bytes_per_parameter_byte"
         )
+        require_positive(self.reference_seconds, "reference_seconds")
         names = [layer.name for layer in self.layers]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)

@@ -297,6 +297,8 @@ class CompareAnswer(Answer):
     stages: tuple[StageComparisonAnswer, ...]
     memory: MemoryAnswer | None
     explanation: ExplanationAnswer | None
+    reference_seconds: PairAnswer | None
+    equal_speed_ratio: Finite
     comparison: Annotated[Comparison, CARRIED]
 
 

@@ -14,7 +14,7 @@ import stagewright  # noqa: E402
 from benchmarks.any_models import MODELS, AnyModel, Batch  # noqa: E402
 from benchmarks.plain_loop import gradients  # noqa: E402
 from stagewright.executor.capture.layers import LayeredModel  # noqa: E402
-from stagewright.executor.measuring.links import MeasuringMachine  # noqa: E402
+from stagewright.executor.measuring.machine import MeasuringMachine  # noqa: E402
 from stagewright.executor.measuring.profiling import measure_layers  # noqa: E402
 from stagewright.executor.measuring.whole_models import captured_by_size  # noqa: E402
 from stagewright.executor.training.data.batches import typed_inputs  # noqa: E402

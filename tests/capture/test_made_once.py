@@ -188,7 +188,9 @@ def test_what_is_kept_is_made_again_of_others_and_after_changes() -> None:
     first = taken(3, buffer)
     assert taken(3, buffer) is first
     taken(2, buffer)
-    taken(2, buffer.clone())
+    of_other_stage = buffer.clone()
+    assert taken(2, of_other_stage) is taken(2, of_other_stage)
+    taken(2, buffer)  # stages in turn
     assert calls == [3, 2, 2]
     buffer.fill_(5)  # a buffer is changed
     second = taken(2, buffer)

@@ -16,7 +16,7 @@ from stagewright.executor.capture.steps.document import operators
 from stagewright.executor.capture.steps.factories import resized, without_values
 from stagewright.executor.capture.steps.step import CapturedStep, capture_step
 from stagewright.executor.capture.tensor_plans import PLANS, plans_in
-from stagewright.executor.measuring.links import MeasuringMachine
+from stagewright.executor.measuring.machine import MeasuringMachine
 from stagewright.executor.measuring.operators import measure_operators
 from stagewright.graphs.documents.errors import InputError
 

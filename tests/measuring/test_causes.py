@@ -376,12 +376,12 @@ def test_the_command_says_what_memory_it_is(kind: MemoryKind, what: str, files: 
 def test_traces_with_memory_and_waits_come_back_and_older_ones_load(tmp_path: Path) -> None:
     step = step_of(PLAN, lambda *_: 1.0)
     step = replace(step, waited_seconds=(0.5,) * len(step.actions))
-    trace = with_memory(trace_of(PLAN, step), a=1.0)
+    trace = replace(with_memory(trace_of(PLAN, step), a=1.0), reference_seconds=1e-3)
     path = tmp_path / "trace.json"
     save_trace(trace, path)
     assert load_trace(path) == trace
     data = json.loads(path.read_text())
-    del data["memory"], data["steps"][0]["waited_seconds"]
+    del data["memory"], data["reference_seconds"], data["steps"][0]["waited_seconds"]
     path.write_text(json.dumps(data))
     assert load_trace(path) == trace_of(PLAN, replace(step, waited_seconds=None))
 
@@ -393,6 +393,7 @@ def test_traces_with_memory_and_waits_come_back_and_older_ones_load(tmp_path: Pa
         (lambda d: d["steps"][0]["waited_seconds"].__setitem__(1, -1.0), "of 0SEND_F0 on 'a'"),
         (lambda d: d["memory"]["peak_bytes"].update(a=-1.0), "memory: peak_bytes of 'a'"),
         (lambda d: d["memory"].update(kind="guessed"), "memory.kind"),
+        (lambda d: d.update(reference_seconds=0.0), "reference_seconds must be finite and above"),
     ],
 )
 def test_faults_are_one_line(

@@ -400,7 +400,9 @@ def test_a_corrected_model_predicts_what_was_measured() -> None:
     for start, stop in ((0, 2), (1, 5), (0, 6)):
         twice = np.array(PROBLEM.compute_seconds(start, stop, (0, 2))) * 2
         assert again.compute_seconds(start, stop, (0, 2)) == pytest.approx(twice.tolist())
-    assert correct(PROBLEM.chain, PLAN, made_trace(PLAN, [1.0])).layers == PROBLEM.chain.layers
+    trace = replace(made_trace(PLAN, [1.0]), reference_seconds=2e-3)
+    chain = correct(PROBLEM.chain, PLAN, trace)
+    assert chain == replace(PROBLEM.chain, source=chain.source, reference_seconds=2e-3)
 
 
 def test_a_correction_leaves_out_what_messages_add() -> None:
@@ -477,9 +479,7 @@ def files(tmp_path: Path) -> Path:
     """A folder with model.json, plan.json, and trace.json with twice the planned times."""
     save_model(PROBLEM.chain, tmp_path / "model.json")
     save_plan(PLAN, tmp_path / "plan.json")
-    save_trace(
-        made_trace(load_plan(tmp_path / "plan.json"), [9.0, 2.0, 2.0]), tmp_path / "trace.json"
-    )
+    save_trace(made_trace(PLAN, [9.0, 2.0, 2.0]), tmp_path / "trace.json")
     return tmp_path
 
 
@@ -495,6 +495,22 @@ def test_the_command_prints_tables_and_the_ratio(files: Path) -> None:
     )
     for kind in ("F", "B", "SEND_F", "SEND_B", "REDUCE_GRAD"):
         assert re.search(rf"^ ?{kind} .* 2\.000", result.stdout, re.MULTILINE)
+    assert "the machine was" not in result.stdout
+
+
+def test_drift_of_the_machine_is_told_apart(files: Path) -> None:
+    """A small computation took 1.25 ms beside the profile; everything twice as long as planned."""
+    plan, trace = files / "plan.json", files / "trace.json"
+    save_plan(replace(load_plan(plan), reference_seconds=1.25e-3), plan)
+    for seconds, words, ratio in (
+        (2e-3, "60.00% slower than when it was profiled (the same small computation", "1.250"),
+        (1e-3, "20.00% faster than", "2.500"),
+        (1.251e-3, "as fast as when it was profiled", "1.998"),
+    ):
+        save_trace(replace(load_trace(trace), reference_seconds=seconds), trace)
+        (line,) = [one for one in run(plan, trace).stdout.splitlines() if "the machine was" in one]
+        assert f"the machine was {words}" in line
+        assert line.endswith(f"at equal speed measured / predicted = {ratio}")
 
 
 def test_the_command_writes_a_picture_and_a_model(files: Path) -> None:
@@ -506,6 +522,7 @@ def test_the_command_writes_a_picture_and_a_model(files: Path) -> None:
     document = json.loads(result.stdout)
     assert document["files"] == [str(files / "both.png"), str(files / "corrected.json")]
     assert document["iteration_seconds"]["ratio"] == 2.0
+    assert (document["reference_seconds"], document["equal_speed_ratio"]) == (None, None)
     assert document["kinds"]["F"]["count"] == 3 * PROBLEM.microbatches
     assert [stage["backward_seconds"]["ratio"] for stage in document["stages"]] == [2.0] * 3
     assert (files / "both.png").read_bytes().startswith(b"\x89PNG")

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="measuring needs torch")
 from ranks import Ranks  # noqa: E402
 from tensor_runs import ENTROPY, batches, gpt, llama  # noqa: E402
 
-from stagewright.executor.measuring.links import MeasuringMachine  # noqa: E402
+from stagewright.executor.measuring.machine import MeasuringMachine  # noqa: E402
 from stagewright.executor.measuring.whole_models import Profiled  # noqa: E402
 from stagewright.graphs.documents.errors import InputError  # noqa: E402
 from stagewright.graphs.models.chain import Chain  # noqa: E402

@@ -24,12 +24,12 @@ from stagewright.cli.training.profiling import ProfileOptions, profile
 from stagewright.executor.capture.tracing import capture
 from stagewright.executor.measuring.links import (
     MeasuredLinks,
-    MeasuringMachine,
     describe,
     fit,
     measure_links,
     reduce_share,
 )
+from stagewright.executor.measuring.machine import MeasuringMachine
 from stagewright.executor.measuring.profiling import first_batch, measure_layers
 from stagewright.executor.measuring.whole_models import mean_of_ranks
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -386,8 +386,11 @@ def _profile(_: dist.ProcessGroup, __: int) -> tuple[Chain, Chain]:
 def test_ranks_write_the_mean_of_what_they_measure(ranks: Ranks) -> None:
     told: list[tuple[Chain, Chain]] = ranks.run(_profile, 2)
     (one, mean), (other, same) = told
-    assert same.layers == mean.layers
+    assert same == mean
     assert mean.source.endswith("by 2 ranks at once")
+    references = [one.reference_seconds or 0.0, other.reference_seconds or 0.0]
+    assert min(references) > 0
+    assert mean.reference_seconds == pytest.approx(sum(references) / 2)
     for i, layer in enumerate(mean.layers):
         costs = layer.costs[0], one.layers[i].costs[0], other.layers[i].costs[0]
         for name in ("forward_seconds", "input_gradient_seconds", "update_seconds"):

@@ -79,14 +79,15 @@ def test_messages_take_time_of_computations_on_both_sides() -> None:
     assert lasting[B][:, 0].tolist() == [1 + 0.375, 2 + 2 * 0.375, 2]
 
 
-def test_a_plan_says_what_its_messages_cost() -> None:
+def test_a_plan_says_what_its_messages_cost_and_how_fast_the_machine_was() -> None:
     problem = small_problem(layers=4, devices=2, microbatches=2)
     cluster = replace(problem.cluster, message_seconds=1.0, message_bytes_per_second=1e6)
-    problem = replace(problem, cluster=cluster)
+    chain = replace(problem.chain, reference_seconds=1.0)
+    problem = replace(problem, chain=chain, cluster=cluster)
     plan = valid_plan(problem, make_stages((2, 4), (1, 1), ("split", "split")))
     assert check(problem, plan) == ()
     assert simulate(problem, plan).iteration_seconds == pytest.approx(finish_seconds(plan))
-    for name in ("message_seconds", "message_bytes_per_second"):
+    for name in ("message_seconds", "message_bytes_per_second", "reference_seconds"):
         for forged in (None, 2.0):
             rules = [one.rule for one in check(problem, replace(plan, **{name: forged}))]
             assert rules == [name]

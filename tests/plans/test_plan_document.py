@@ -306,7 +306,7 @@ def test_the_schema_is_json_and_closed(data: dict[str, Any]) -> None:
         assert part["type"] == "object"
         assert part["additionalProperties"] is False
     left_out = {"memory_limit_bytes", "assumed_share", "microbatch_size"}
-    left_out |= {"message_seconds", "message_bytes_per_second"}
+    left_out |= {"message_seconds", "message_bytes_per_second", "reference_seconds"}
     assert set(data) | left_out == set(schema["properties"])
     assert set(schema["required"]) <= set(data)
     assert {"stages", "microbatches", "schedule", "digest"} <= set(schema["required"])

@@ -200,6 +200,7 @@ def valid_plan(
         layers=tuple(PlannedLayer(e.name, e.parameter_bytes) for e in problem.chain.layers),
         message_seconds=problem.cluster.message_seconds,
         message_bytes_per_second=problem.cluster.message_bytes_per_second,
+        reference_seconds=problem.chain.reference_seconds,
     )  # fmt: skip
 
 

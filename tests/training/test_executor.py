@@ -150,6 +150,7 @@ def test_a_trace_has_the_memory_of_each_rank_and_what_it_waited_for_a_core(ranks
     plan = make.gpipe(make.straight([1, 1]), 2)
     ranks.stop()  # in new processes: others hold memory that was freed, and use it again
     trace = ranks.run(traced_holding, 2, plan)[0]
+    assert trace.reference_seconds > 0
     assert trace.memory.kind == "resident"
     assert trace.memory.peak_bytes.keys() == {"d0", "d1"}
     assert trace.memory.peak_bytes["d1"] >= 4 * LARGE

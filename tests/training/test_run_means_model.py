@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: E402, N812
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from stagewright.executor.capture.tracing import capture  # noqa: E402
-from stagewright.executor.measuring.links import MeasuringMachine  # noqa: E402
+from stagewright.executor.measuring.machine import MeasuringMachine  # noqa: E402
 from stagewright.executor.measuring.profiling import measure_layers  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.executor.training.stages.seeding import layer_seed  # noqa: E402

@@ -119,6 +119,8 @@ def _print_comparison(comparison: "Comparison", run: "Trace") -> None:
     update = comparison.update_seconds
     note = "" if update.predicted else ", which is not predicted"
     say(_headline(comparison), f"the optimizer took {format_seconds(update.measured)} a step{note}")
+    if comparison.reference_seconds is not None:
+        say(_speed(comparison, comparison.reference_seconds))
     if comparison.memory is not None:
         _print_memory(comparison.memory)
     if comparison.explanation is not None:
@@ -216,6 +218,19 @@ def _headline(comparison: "Comparison") -> str:
         basis = f"mean of {period.microbatches} microbatches, {span} per iteration"
     found = f"predicted {predicted}, measured {measured} ({basis})"
     return f"{found}: measured / predicted = {ratio(whole)}"
+
+
+def _speed(comparison: "Comparison", reference: "Pair") -> str:
+    """How fast the machine was, and what the ratio is without that."""
+    change = reference.measured / reference.predicted - 1
+    how = f"{percent(abs(change))} {'slower' if change > 0 else 'faster'} than"
+    found = comparison.equal_speed_ratio
+    shown = "-" if found is None else f"{found:.3f}"
+    return (
+        f"the machine was {how if abs(change) >= 0.01 else 'as fast as'} when it was profiled (the "
+        f"same small computation took {format_seconds(reference.measured)}, then "
+        f"{format_seconds(reference.predicted)}): at equal speed measured / predicted = {shown}"
+    )
 
 
 def cells(pair: "Pair") -> tuple[str, str]:

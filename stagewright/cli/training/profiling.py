@@ -70,7 +70,7 @@ def profile(given: ProfileOptions) -> int:
     import torch
 
     from stagewright.cli.factories import load_factory, parse_groups, parse_optimizer
-    from stagewright.executor.measuring.links import MeasuringMachine
+    from stagewright.executor.measuring.machine import MeasuringMachine
     from stagewright.executor.measuring.profiling import first_batch
     from stagewright.executor.measuring.whole_models import Profiled, mean_of_ranks
     from stagewright.executor.training.data.passes import pair
@@ -233,7 +233,7 @@ def capture(given: CaptureOptions) -> int:
     from stagewright.executor.capture.steps.analytic import with_analytic_seconds
     from stagewright.executor.capture.steps.factories import resized, share_of, without_values
     from stagewright.executor.capture.steps.step import capture_step
-    from stagewright.executor.measuring.links import MeasuringMachine
+    from stagewright.executor.measuring.machine import MeasuringMachine
     from stagewright.executor.measuring.operators import measure_operators
     from stagewright.executor.measuring.profiling import first_batch
     from stagewright.executor.training.losses import cross_entropy
