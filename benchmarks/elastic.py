@@ -39,8 +39,8 @@ ROUND = 360.0
 RESET = 1920.0  # least time between two allocations of Gavel's
 COUNTS = (1, 2, 4, 8)
 SCALED = (
-    "max-min", "makespan", "finish-time-fairness", "fifo", "sjf", "max-throughput", "min-cost",
-    "min-cost-slo",
+    "max-min", "water-filling", "makespan", "finish-time-fairness", "fifo", "sjf",
+    "max-throughput", "min-cost", "min-cost-slo",
 )  # fmt: skip
 LARGE = "v100=11x8,p100=10x8,k80=11x8"
 WEEK = 7 * 24 * HOUR

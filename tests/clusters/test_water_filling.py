@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 from itertools import combinations
-from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from profiles import examples
 from scipy.optimize import linprog
-from strategies_allocation import Case, random_case, random_workload, use_of
+from strategies_allocation import Case, random_case, use_of
 
 import stagewright
 from stagewright.formulations.clusters.allocation import (
@@ -23,14 +23,16 @@ from stagewright.formulations.clusters.allocation import (
     throughput,
 )
 from stagewright.formulations.clusters.policies import hierarchical, max_min, water_filling
+from stagewright.formulations.clusters.polytope import group_by
 from stagewright.formulations.clusters.rates import server_rows
-from stagewright.formulations.forms.answers import Limits, Status
+from stagewright.formulations.forms.answers import Answer, Limits, Status
 from stagewright.formulations.forms.models import LinearProgram
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.workloads.jobs import Discipline, Entity, Job, Rate, Throughputs, Workload
 from stagewright.graphs.workloads.pool import parse_pool
 from stagewright.solvers.backends.backend import solve
 from stagewright.solvers.clusters.policies import allocate
+from stagewright.solvers.clusters.policies import water_filling as filling
 
 ALIKE = Throughputs((Rate("model", 1, "gpu", 1.0),))
 
@@ -312,19 +314,74 @@ def test_a_share_moved_from_job_to_job_is_refused(problem: AllocationProblem, da
         assert water_filling.verify(problem, result.allocation, merged, needs, duals) is not None
 
 
-@pytest.mark.parametrize("discipline", ["fairness", "fifo"])
-def test_many_jobs_are_proved_level_by_level(discipline: Discipline):
-    rng = Random(1)
-    pool = parse_pool("v100=30,p100=20,k80=15")
-    workload = random_workload(rng, pool, 8, 200)
-    entities = tuple(Entity(name, rng.randint(1, 3), discipline) for name in "xyz")
-    jobs = tuple(replace(job, entity=rng.choice("xyz")) for job in workload.jobs)
-    problem = problem_of(replace(workload, jobs=jobs, entities=entities), pool)
+@examples(15, derandomize=True)
+@given(problems())
+def test_no_allocation_is_beyond_a_cut_or_a_cap(problem: AllocationProblem):
+    need = max_min.needs(problem)
+    groups = group_by(problem, water_filling.key(need))
+    rows = water_filling.rows(problem, groups)
+    form = rows.raising(groups.total(need) / groups.size, np.zeros(len(groups)))
+    answer = solve(form)
+    assert answer.objective is not None
+    assert answer.duals is not None
+    dense, nothing = Dense(problem), np.zeros(len(problem))
+    for cut in (rows.cut(answer.duals), water_filling.cut_of_accelerators(problem)):
+        assert dense.most(cut.weight, nothing) <= cut.most * (1 + 1e-6)
+    # While all jobs keep what the round gives them.
+    floor = -answer.objective * need
+    cap = water_filling.caps(problem, rows.time_left(form, answer.duals, 1e-9)[groups.of_job])
+    for job in range(len(problem)):
+        assert dense.most(np.eye(len(problem))[job], floor) <= cap[job] + 1e-4
+
+
+def distinct(
+    seed: int, count: int, counts: tuple[int, ...], discipline: Discipline
+) -> AllocationProblem:
+    """No two jobs are alike; of one type of accelerator there are enough."""
+    rng = np.random.default_rng(seed)
+    speeds = rng.lognormal(0, 1, (count, 3)) * (rng.random((count, 3)) > 0.3) + [0, 0, 0.1]
+    rates = tuple(
+        Rate(str(job), n, name, float(speed * n**0.8))
+        for job, of_job in enumerate(speeds)
+        for name, speed in zip("abc", of_job, strict=True)
+        for n in counts
+    )
+    jobs = tuple(
+        Job(str(job), str(job), 1.0, weight=float(weight), entity="xy"[job % 2], counts=counts)
+        for job, weight in enumerate(rng.lognormal(0, 1, count))
+    )
+    entities = Entity("x", 2.0, discipline), Entity("y", 1.0)
+    pool = parse_pool(f"a={count // 8},b={count // 4},c={2 * count}")
+    return problem_of(Workload(jobs, Throughputs(rates), entities), pool)
+
+
+@pytest.mark.parametrize(("counts", "discipline"), [((1,), "fifo"), ((1, 2), "fairness")])
+def test_distinct_jobs_get_what_rounds_of_single_jobs_give_them(
+    counts: tuple[int, ...], discipline: Discipline
+):
+    problem = distinct(1, 8, counts, discipline)
     result = allocate(problem, "hierarchical")
     assert result.status is Status.OPTIMAL, result.notes
+    assert result.allocation is not None
+    expected = progressive_filling(problem)
+    assert_allclose(throughput(problem, result.allocation), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("discipline", ["fairness", "fifo"])
+def test_few_programs_prove_many_levels(discipline: Discipline, monkeypatch: pytest.MonkeyPatch):
+    programs = []
+
+    def counted(form: LinearProgram, **options: Any) -> Answer[Floats]:
+        programs.append(form)
+        return solve(form, **options)
+
+    monkeypatch.setattr(filling, "solve_form", counted)
+    result = allocate(distinct(2, 100, (1,), discipline), "hierarchical")
+    assert result.status is Status.OPTIMAL, result.notes
     assert result.levels is not None
-    assert result.levels.min() == 1
-    assert set(result.levels) == set(range(1, int(result.levels.max()) + 1))
+    levels = set(result.levels)
+    assert levels == set(range(1, len(levels) + 1))
+    assert 4 * len(programs) < len(levels)
 
 
 def test_a_level_that_stops_early_is_refused():

@@ -11,6 +11,12 @@ their floors are stuck for good: their weights go to others, by the policy. A fl
 guaranteed, not what the last allocation happened to give (``throughput(m, X_prev)``): the answer
 then depends on the problem alone, and with constant weights it is the lexicographic optimum.
 
+Most rounds need no program. A job is stuck at its *cap*: its best rate, all of the time. And
+while accelerators suffice, the caps tell what the next rounds are (``rounds_of_caps``). Whether
+they do is a question about floors alone, and the duals of any program answer it for many floors
+(``Cut``). They also say which worker types cost lower jobs what they have: rising jobs have no time
+there, which lowers their caps (``time_left``).
+
 The *level* of a job is the round in which it got stuck; rounds that raise nobody count as part of
 the one before. ``verify`` proves an allocation from its levels, whatever found them.
 """
@@ -32,7 +38,8 @@ Needs = Callable[[Bools], Floats]
 
 TOLERANCE = 1e-5
 """By how much levels may be off, as a part of what an equal share of the cluster gives."""
-_BLOCK = 32  # levels that share their groups in the verifier
+RELAXED = (0.0, 1e-9, 1e-7)  # parts of the floors to give up if rounding makes them infeasible
+SAME_LEVEL = 1e-7  # units: a round that raises the fastest by less raises nobody; it is rounding
 ROUNDING = 1e-13  # of a bound
 
 
@@ -65,6 +72,63 @@ def key(values: Floats) -> Floats:
     return np.where(positive, np.round(np.log(np.where(positive, values, 1.0)), 10), -1e9)
 
 
+def caps(problem: AllocationProblem, time: Floats) -> Floats:
+    """The most throughput of each job, steps per second, in ``time`` on each worker type.
+
+    ``time``: parts of the time, (jobs, workers). Where jobs may share accelerators, a job's cap is
+    its best rate in any company.
+    """
+    if len(problem.table.paired):
+        return problem.best_rates()
+    rates = problem.rates * problem.kept
+    order = np.argsort(-rates, axis=1)
+    until = np.cumsum(np.take_along_axis(time, order, axis=1), axis=1).clip(max=1.0)
+    return np.asarray(
+        (np.take_along_axis(rates, order, axis=1) * np.diff(until, axis=1, prepend=0.0)).sum(axis=1)
+    )
+
+
+def rounds_of_caps(
+    problem: AllocationProblem, needs: Needs, floor: Floats, levels: Ints, cap: Floats
+) -> Iterator[tuple[Floats, Ints]]:
+    """Floors and levels after each round from here on, if accelerators sufficed; by job.
+
+    Levels are -1 of jobs that are not stuck.
+    """
+    unit = units(problem)
+    while (levels < 0).any():
+        need = needs(levels >= 0)
+        room = np.divide(cap - floor, need, out=np.full(len(need), np.inf), where=need > 0)
+        theta = max(0.0, float(room.min()))
+        floor = floor + theta * need
+        level = max(0, levels.max()) + (theta * (need / unit).max() > SAME_LEVEL)
+        levels = np.where((room <= theta) & (levels < 0), level, levels)
+        yield floor, levels
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """Of every valid allocation, ``weight`` @ throughput is at most ``most``; weights by job."""
+
+    weight: Floats
+    most: float
+
+    def excludes(self, floor: Floats) -> bool:
+        """Whether no valid allocation reaches these throughputs, by more than rounding."""
+        return bool(self.weight @ floor > self.most * (1 + RELAXED[1]))
+
+
+def cut_of_accelerators(problem: AllocationProblem) -> Cut:
+    """What jobs do takes at least the accelerators that it takes where it takes fewest."""
+    rates = np.where(problem.uses > 0, problem.rates, 0.0)
+    rates /= np.maximum(problem.uses, 1)
+    best = rates.max(axis=1)
+    if len(problem.table.paired):
+        # Two jobs take as much as one.
+        best = 2 * np.maximum(best, problem.best_rates() / problem.uses.max(axis=1))
+    return Cut(1 / best, float(problem.table.counts.sum()))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
     """The programs over the totals of groups of equal jobs, and theta in the last column.
@@ -78,8 +142,11 @@ class Rows:
     rate: sparse.csr_array
     matrix: sparse.csr_array
 
-    def raising(self, need: Floats, floor: Floats) -> LinearProgram:
-        """The program of a round, minimising -theta; ``need``, ``floor`` of a job of each group."""
+    def raising(self, need: Floats, floor: Floats, end: float = np.inf) -> LinearProgram:
+        """The program of a round, minimising -theta; ``need``, ``floor`` of a job of each group.
+
+        It goes no further than ``end``.
+        """
         size = self.valid.groups.size
         speed, start = need / self.unit, floor / self.unit
         fastest = self.rate.max(axis=1).toarray().reshape(-1) * size
@@ -87,7 +154,7 @@ class Rows:
         most = 1.0 + 2.0 * ((fastest - start)[speed > 0] / speed[speed > 0]).min()
         cost = np.zeros(self.valid.columns + 1)
         cost[-1] = -1.0
-        return self._form(cost, speed, start, max(most, 1.0))
+        return self._form(cost, speed, start, min(end, max(most, 1.0)))
 
     def gaining(self, weight: Floats, floor: Floats) -> LinearProgram:
         """The most total throughput in units of groups that count ``weight``, negative."""
@@ -106,6 +173,29 @@ class Rows:
             np.append(self.valid.most, most),
             np.zeros(len(cost), dtype=bool),
         )
+
+    def time_left(self, form: LinearProgram, duals: Floats, gap: float) -> Floats:
+        """The most time of a job on each worker type, alone, if no job has less than its floor.
+
+        For a job of each group, (groups, workers). By weak duality: time in a column costs the
+        bound the column's reduced cost, and it has ``gap`` to lose.
+        """
+        valid = self.valid
+        alone = valid.alone_group, valid.alone_worker
+        reduced = np.maximum(form.cost - form.matrix.T @ duals, 0.0)[: len(valid.alone_group)]
+        time = np.ones((len(valid.groups), len(valid.problem.table.workers)))
+        time[alone] = np.divide(gap, reduced, out=time[alone], where=reduced > gap)
+        return time
+
+    def cut(self, duals: Floats) -> Cut:
+        """The cut by the duals of any of the programs."""
+        groups = self.valid.groups
+        of_groups = duals.copy()
+        of_groups[-len(groups) :] = np.maximum(of_groups[-len(groups) :], 0.0)
+        weight = of_groups[-len(groups) :] / (groups.size * self.unit)
+        none = np.zeros(len(groups))
+        most = -weak_duality_bound(self.gaining(none, none), of_groups)
+        return Cut(weight[groups.of_job], most)
 
     def proved_gain(self, form: LinearProgram, duals: Floats, theta: float) -> Floats:
         """The most that a job of each group can gain, in units, if all other jobs stay level.
@@ -159,33 +249,6 @@ def replay(problem: AllocationProblem, reached: Floats, levels: Ints, needs: Nee
     return None
 
 
-def _gain_programs(
-    problem: AllocationProblem, reached: Floats, levels: Ints
-) -> Iterator[tuple[int, LinearProgram, float]]:
-    """For each level, the program of its jobs' largest total if no lower job loses; and the total.
-
-    In units, negative, to be minimised. Jobs above the level may lose all that they have: in a
-    mixture with what they have they still keep more than they had when the level got stuck.
-    """
-    distinct = np.unique(levels)
-    unit = units(problem)
-    for start in range(0, len(distinct), _BLOCK):
-        block = distinct[start : start + _BLOCK]
-        # Jobs above all of the block's levels need no rows of their own, nor do levels below it.
-        above = levels > block[-1]
-        side = np.where(levels < block[0], -1, np.where(above, np.inf, levels))
-        groups = group_by(problem, side, key(np.where(above, 0.0, reached)))
-        program = rows(problem, groups)
-        size = groups.size
-        floor = groups.total(reached) / size
-        level_of = np.zeros(len(groups), dtype=np.int64)
-        level_of[groups.of_job] = levels  # of a block's or lower groups; those above mix
-        for level in block:
-            weight = np.where(level_of == level, size, 0).astype(float)
-            form = program.gaining(weight, np.where(level_of <= level, floor, 0.0))
-            yield int(level), form, float((reached / unit)[levels == level].sum())
-
-
 def verify(
     problem: AllocationProblem,
     allocation: Allocation,
@@ -195,19 +258,36 @@ def verify(
 ) -> str | None:
     """The first fault of ``allocation`` as the end of water filling; None proves the allocation.
 
-    The rounds are replayed without solving anything, and for each level a linear program proves
-    that none of its jobs can gain unless one of an equal or lower level loses. ``duals`` solves:
-    it gives a number per row, of which weak duality makes a bound whatever they are.
+    The rounds are replayed without solving anything. For each level it is proved that none of its
+    jobs can gain unless one of an equal or lower level loses: by their caps, or by a linear
+    program. ``duals`` solves: it gives a number per row, of which weak duality makes a bound
+    whatever they are.
     """
     reached = throughput(problem, allocation)
     wrong = replay(problem, reached, levels, needs)
     if wrong is not None:
         return wrong
-    for level, form, have in _gain_programs(problem, reached, levels):
-        found = duals(form)
+    unit = units(problem)
+    time = np.ones(problem.rates.shape)
+    room = (caps(problem, time) - reached) / unit
+    for level in np.unique(levels).tolist():
+        here = levels == level
+        if room[here].clip(min=0.0).sum() <= TOLERANCE:
+            continue
+        # Jobs above the level may lose all that they have, and need no rows of their own: in a
+        # mixture with what they have they still keep more than they had when it got stuck.
+        groups = group_by(problem, np.minimum(levels, level + 1), key(reached * (levels <= level)))
+        program, size = rows(problem, groups), groups.size
+        weight, floor = groups.total(here), groups.total(reached * (levels <= level)) / size
+        solved = (duals(program.gaining(weight, floor * (1 - part))) for part in RELAXED)
+        found = next((one for one in solved if one is not None), None)
         if found is None:
             return f"no proof that the jobs of level {level} are stuck"
-        gain = -weak_duality_bound(form, found) - have
+        form = program.gaining(weight, floor)
+        gain = -weak_duality_bound(form, found) - float((reached / unit)[here].sum())
         if gain > TOLERANCE:
             return f"jobs of level {level} may gain {gain:.2g} while no job below loses"
+        left = program.time_left(form, found, max(gain, ROUNDING))
+        time = np.minimum(time, left[groups.of_job])
+        room = (caps(problem, time) - reached) / unit
     return None
