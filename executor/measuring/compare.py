@@ -10,6 +10,7 @@ while the pipeline is full, by the ends of microbatches.
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -44,6 +45,7 @@ from stagewright.formulations.plans.actions import (
     B,
     F,
     I,
+    W,
     parse_action,
 )
 from stagewright.formulations.plans.periodic import steady_microbatches
@@ -68,12 +70,12 @@ def correct(chain: Chain, plan: PipelinePlan, trace: Trace) -> Chain:
     times = MeasuredStageTimes(dict(_without_messages(chain, plan, actions)))
     layers = []
     for s, stage in enumerate(plan.stages):
-        factors = _Factors.of(s, times)
+        factors = _factors(s, times)
         layers += [
             replace(
                 layer,
                 costs=tuple(
-                    factors.on(cost) if cost.degree == stage.tensor else cost
+                    _scaled(cost, factors) if cost.degree == stage.tensor else cost
                     for cost in layer.costs
                 ),
             )
@@ -117,44 +119,29 @@ def _require_model(chain: Chain, plan: PipelinePlan) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Factors:
+def _factors(s: int, times: MeasuredStageTimes) -> dict[str, float]:
     """Measured / predicted for the parts of one stage's computations, and its update."""
 
-    forward: float
-    backward: float
-    input_gradient: float
-    weight_gradient: float
-    update: float
+    def factor(*kinds: ActionKind, otherwise: float = 1.0) -> float:
+        ratio = times.of(s, *kinds).ratio
+        return otherwise if ratio is None else ratio
 
-    @classmethod
-    def of(cls, s: int, times: MeasuredStageTimes) -> "_Factors":
-        def factor(*kinds: ActionKind, otherwise: float = 1.0) -> float:
-            ratio = times.of(s, *kinds).ratio
-            return otherwise if ratio is None else ratio
-
-        backward = factor(*BACKWARD)
-        return cls(
-            factor(ActionKind.FORWARD),
-            backward,
-            factor(ActionKind.INPUT_GRADIENT, otherwise=backward),
-            factor(ActionKind.WEIGHT_GRADIENT, otherwise=backward),
-            factor(ActionKind.UPDATE),
-        )
-
-    def on(self, cost: LayerCost) -> LayerCost:
-        return replace(
-            cost,
-            forward_seconds=cost.forward_seconds * self.forward,
-            backward_seconds=_times(cost.backward_seconds, self.backward),
-            input_gradient_seconds=_times(cost.input_gradient_seconds, self.input_gradient),
-            weight_gradient_seconds=_times(cost.weight_gradient_seconds, self.weight_gradient),
-            update_seconds=_times(cost.update_seconds, self.update),
-        )
+    backward = factor(*BACKWARD)
+    return {
+        "forward_seconds": factor(F),
+        "backward_seconds": backward,
+        "input_gradient_seconds": factor(I, otherwise=backward),
+        "weight_gradient_seconds": factor(W, otherwise=backward),
+        "update_seconds": factor(ActionKind.UPDATE),
+    }
 
 
-def _times(seconds: float | None, factor: float) -> float | None:
-    return None if seconds is None else seconds * factor
+def _scaled(cost: LayerCost, factors: dict[str, float]) -> LayerCost:
+    times = {name: getattr(cost, name) for name in factors}
+    known: dict[str, Any] = {
+        name: seconds * factors[name] for name, seconds in times.items() if seconds is not None
+    }
+    return replace(cost, **known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,11 +214,16 @@ class Comparison:
 
     @property
     def equal_speed_ratio(self) -> float | None:
-        """Measured / predicted seconds on a machine as fast as when it was profiled, if known."""
-        whole, speed = self.iteration_seconds.ratio, self.reference_seconds
-        if whole is None or speed is None:
+        """Measured / predicted seconds on a machine as fast as when it was profiled, if known.
+
+        The measured ones are without waits for a core, where these are known.
+        """
+        whole, speed, found = self.iteration_seconds, self.reference_seconds, self.explanation
+        if speed is None or not whole.predicted:
             return None
-        return whole * speed.predicted / speed.measured
+        calm = None if found is None else found.without_waits_seconds
+        seconds = whole.measured if calm is None else calm
+        return seconds / whole.predicted * speed.predicted / speed.measured
 
 
 def compare(plan: PipelinePlan, trace: Trace) -> Comparison:

@@ -173,13 +173,18 @@ def test_causes_that_hide_each_other_leave_a_rest() -> None:
 def test_time_without_a_core_is_not_blamed_on_the_computation() -> None:
     step = step_of(PLAN, lambda action, _: 2.0 if str(action) == "1B1" else 1.0)
     waits = tuple(1.5 if one.action == "1B1" else 0.0 for one in step.actions)
-    found = explained(PLAN, replace(step, waited_seconds=waits))
+    waiting = replace(step, waited_seconds=waits)
+    found = explained(PLAN, waiting)
     shares = seconds_of(found)
     assert (shares[WAITING], shares["backwards"], found.rest_seconds) == (1.5, 0.5, 0.0)
     assert found.without_waits_seconds == step.iteration_seconds - 1.5
     assert found.largest is not None
     assert (found.largest.name, found.largest.work) == (WAITING, None)
     assert WAITING not in seconds_of(explained(PLAN, step))
+    slower = replace(trace_of(PLAN, waiting), reference_seconds=2.0)  # which is no wait either
+    whole = compare(replace(PLAN, reference_seconds=1.0), slower)
+    at_speed = (step.iteration_seconds - 1.5) / whole.iteration_seconds.predicted / 2
+    assert whole.equal_speed_ratio == pytest.approx(at_speed)
 
 
 def test_a_receiver_that_comes_late_is_no_slow_message() -> None:
@@ -331,6 +336,7 @@ def test_the_command_names_the_cause(files: Path) -> None:
         "those of stage 1 take 50.00% longer than predicted: +2 s alone"
     )
     assert "memory" not in text
+    assert "the machine was" not in text
     document = json.loads(shown(files, "--json"))
     assert document["memory"] is None
     assert document["explanation"]["largest"] == "backwards"

@@ -119,10 +119,10 @@ def _print_comparison(comparison: "Comparison", run: "Trace") -> None:
     update = comparison.update_seconds
     note = "" if update.predicted else ", which is not predicted"
     say(_headline(comparison), f"the optimizer took {format_seconds(update.measured)} a step{note}")
-    if comparison.reference_seconds is not None:
-        say(_speed(comparison, comparison.reference_seconds))
     if comparison.memory is not None:
         _print_memory(comparison.memory)
+    if comparison.reference_seconds is not None:
+        say(_speed(comparison, comparison.reference_seconds))
     if comparison.explanation is not None:
         _print_causes(comparison.explanation, comparison)
 
@@ -222,14 +222,15 @@ def _headline(comparison: "Comparison") -> str:
 
 def _speed(comparison: "Comparison", reference: "Pair") -> str:
     """How fast the machine was, and what the ratio is without that."""
-    change = reference.measured / reference.predicted - 1
+    change, explanation = reference.measured / reference.predicted - 1, comparison.explanation
     how = f"{percent(abs(change))} {'slower' if change > 0 else 'faster'} than"
+    calm = explanation is not None and explanation.without_waits_seconds is not None
     found = comparison.equal_speed_ratio
-    shown = "-" if found is None else f"{found:.3f}"
     return (
         f"the machine was {how if abs(change) >= 0.01 else 'as fast as'} when it was profiled (the "
         f"same small computation took {format_seconds(reference.measured)}, then "
-        f"{format_seconds(reference.predicted)}): at equal speed measured / predicted = {shown}"
+        f"{format_seconds(reference.predicted)}): at equal speed{', without waits,' * calm} "
+        f"measured / predicted = {'-' if found is None else format(found, '.3f')}"
     )
 
 
