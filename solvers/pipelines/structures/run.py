@@ -9,7 +9,7 @@ import math
 import numpy as np
 
 from stagewright.graphs.documents.arrays import Floats, Ints
-from stagewright.solvers.pipelines.compiled import entry, lean, refer
+from stagewright.solvers.pipelines.compiled import lean, lean_entry, refer
 from stagewright.solvers.pipelines.structures.state import (
     BACKWARD,
     DIRTY,
@@ -39,7 +39,6 @@ from stagewright.solvers.pipelines.structures.state import (
 )
 
 
-@entry
 def list_schedule(
     work: ListWork, keys: Floats, limits: Ints, ceiling: float
 ) -> tuple[bool, Floats, Floats]:
@@ -67,12 +66,12 @@ def list_schedule(
         np.zeros(lanes, np.bool_), np.zeros(lanes, np.int64), np.zeros(lanes),
         np.zeros((lanes, 2), np.int64), bool(work.offload.max() >= 0),
     )  # fmt: skip
-    is_in_time = _simulate(refer(work), refer(run), ceiling)
-    return is_in_time, run.starts, run.peak
+    return _simulate(work, run, ceiling), run.starts, run.peak
 
 
-@lean
+@lean_entry
 def _simulate(work: ListWork, run: RunState, ceiling: float) -> bool:
+    work, run = refer(work), refer(run)
     _begin(work, run)
     now = 0.0
     while now < math.inf:
