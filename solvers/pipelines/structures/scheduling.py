@@ -17,14 +17,14 @@ from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.structure import Endings, Work, device_loads, ending_starts
 from stagewright.formulations.plans.timing import Blocks
 from stagewright.graphs.documents.arrays import Floats, Ints
-from stagewright.solvers.pipelines.structures.run import (
+from stagewright.solvers.pipelines.structures.run import list_schedule
+from stagewright.solvers.pipelines.structures.state import (
     BACKWARD,
     FORWARD,
     SEND_B,
     SEND_F,
     WEIGHTS,
-    ListRun,
-    WorkLists,
+    ListWork,
 )
 
 _ForwardOrder = Literal["oldest", "deepest", "broad", "chunks"]
@@ -78,13 +78,13 @@ def rules_for(work: Work) -> list[Priority]:
     return list(dict.fromkeys([*first, *rules]))
 
 
-def flight_limits(work: Work, rule: Priority, scale: Floats) -> list[int]:
+def flight_limits(work: Work, rule: Priority, scale: Floats) -> Ints:
     """The in-flight limit of every lane."""
     count = work.lane.shape[1]
     if rule.depth == math.inf:
-        return [count] * len(work.stage)
+        return np.full(len(work.stage), count)
     most = np.ceil(rule.depth * scale / np.bincount(work.stage) - ROUNDING)
-    return [int(each) for each in np.clip(most, 1, count)[work.stage]]
+    return np.asarray(np.clip(most, 1, count)[work.stage].astype(np.int64))
 
 
 def latencies(work: Work) -> Floats:
@@ -152,19 +152,20 @@ def best_schedule(
     the first rules is below ``near``, or before rule i if ``over(i)`` returns True.
     """
     best: StructureSchedule | None = None
-    lists, scale = WorkLists.of(work), latencies(work)
+    lists, scale = ListWork.of(work), latencies(work)
     for i, rule in enumerate(rules):
         if over(i):
             break
         if i == FIRST_RULES and (best.seconds if best else ceiling) > near:
             break
-        run = ListRun(lists, urgency_keys(work, rule).tolist(), flight_limits(work, rule, scale))
-        found = run.finish(ceiling * (1 + EQUAL))
-        if found is None:
+        limits = flight_limits(work, rule, scale)
+        is_short, starts, peaks = list_schedule(
+            lists, urgency_keys(work, rule), limits, ceiling * (1 + EQUAL)
+        )
+        if not is_short:
             continue
-        starts = np.array(found)
         reduces, updates, seconds = ending_starts(work, endings, starts)
-        fullest = _fullest(work, [run.peak[k] for k in lists.alike])
+        fullest = _fullest(work, peaks[lists.alike])
         shorter = seconds < ceiling * (1 - EQUAL)
         equal = best is not None and seconds <= ceiling * (1 + EQUAL)
         if shorter or (best and equal and fullest < best.fullest):
@@ -176,9 +177,9 @@ def best_schedule(
     return best
 
 
-def _fullest(work: Work, peaks: Sequence[float]) -> float:
+def _fullest(work: Work, peaks: Floats) -> float:
     """The largest share of its memory that a device needs."""
-    return float(((np.array(peaks) + work.memory - work.room) / work.memory).max())
+    return float(((peaks + work.memory - work.room) / work.memory).max())
 
 
 def blocks_of_starts(work: Work, starts: Floats, reduces: Floats, updates: Floats) -> Blocks:

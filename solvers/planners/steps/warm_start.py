@@ -25,12 +25,18 @@ from stagewright.formulations.plans.timing import Blocks, split_backwards
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.chain import Chain
-from stagewright.solvers.pipelines.structures.run import BACKWARD, FORWARD, SEND_B, SEND_F, WEIGHTS
 from stagewright.solvers.pipelines.structures.scheduling import (
     FIRST_RULES,
     best_schedule,
     blocks_of_starts,
     rules_for,
+)
+from stagewright.solvers.pipelines.structures.state import (
+    BACKWARD,
+    FORWARD,
+    SEND_B,
+    SEND_F,
+    WEIGHTS,
 )
 from stagewright.solvers.planners.steps.proposal import Choices, NoPlan, Proposal
 from stagewright.solvers.planners.structures.moves import StructureMoves

@@ -23,8 +23,9 @@ from stagewright.formulations.patterns.joint_patterns import JointPatterns
 from stagewright.formulations.patterns.madpipe import StageAllocationProblem
 from stagewright.formulations.pipelines.bounds.every_plan import why_nothing_fits
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.formulations.plans.plan import PipelinePlan, Stage
 from stagewright.formulations.plans.plan_class import DISJOINT_WHOLE, SHARED_SPLIT
+from stagewright.formulations.plans.structure import Structure, work_of
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.patterns.joint_patterns import joint_optimum
@@ -32,6 +33,7 @@ from stagewright.solvers.patterns.madpipe import least_period
 from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
 from stagewright.solvers.pipelines.rows.search import compile_row_kernels
 from stagewright.solvers.pipelines.servers.relaxation import is_server_bound
+from stagewright.solvers.pipelines.structures.scheduling import best_schedule, rules_for
 from stagewright.solvers.pipelines.windows.search import compile_window_kernels
 from stagewright.solvers.planners.balanced import plan_balanced
 from stagewright.solvers.planners.baselines.pipedream import partition
@@ -156,6 +158,12 @@ def _once(*steps: Step) -> tuple[Step, ...]:
     return tuple(map(cache, steps))
 
 
+def _list_schedule() -> None:
+    stage = Stage((0, 3), (_tiny().cluster.devices[0].name,))
+    work, endings, _ = work_of(_tiny(), Structure.whole((stage,)))
+    best_schedule(work, endings, rules_for(work)[:1])
+
+
 BOUNDS = _once(
     lambda: fill_and_drain_bound(_tiny(), 10.0, wide=True),
     lambda: is_server_bound(_tiny(), 10.0, DISJOINT_WHOLE),
@@ -164,16 +172,17 @@ BOUNDS = _once(
 STAGES = _once(
     lambda: plan_spp(_tiny(), Limits(), silent), lambda: exact(_tiny(), Limits(seconds=1.0))
 )
+_LISTS = _once(_list_schedule)
 _ORDERS = _once(compile_row_kernels, compile_window_kernels)
 HIERARCHY = _once(lambda: partition(_tiny()))
 PATTERNS = _once(
     lambda: least_period(_allocation(), Limits(seconds=1.0)),
     lambda: joint_optimum(JointPatterns(_tiny(), ((0,), (1,))), Limits(seconds=1.0)),
 )
-FINITE = (*BOUNDS, *STAGES, *_ORDERS)
+FINITE = (*BOUNDS, *STAGES, *_LISTS, *_ORDERS)
 KERNELS: dict[str, tuple[Step, ...]] = {
-    **dict.fromkeys(("dp", "gpipe", "hetpipe", "2bw-flush"), BOUNDS),
-    **dict.fromkeys(("spp", "exact", "servers"), (*BOUNDS, *STAGES)),
+    **dict.fromkeys(("dp", "gpipe", "hetpipe", "2bw-flush"), (*BOUNDS, *_LISTS)),
+    **dict.fromkeys(("spp", "exact", "servers"), (*BOUNDS, *STAGES, *_LISTS)),
     "pipedream": (*HIERARCHY, *BOUNDS),
     "pipedream-async": HIERARCHY,
     "2bw": (),

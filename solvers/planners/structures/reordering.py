@@ -31,8 +31,14 @@ from stagewright.formulations.plans.timing import Blocks
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.rows.search import RowSearch, compile_row_kernels
 from stagewright.solvers.pipelines.scheduling import solve_schedule
-from stagewright.solvers.pipelines.structures.run import BACKWARD, FORWARD, SEND_B, SEND_F, WEIGHTS
 from stagewright.solvers.pipelines.structures.scheduling import blocks_of_starts
+from stagewright.solvers.pipelines.structures.state import (
+    BACKWARD,
+    FORWARD,
+    SEND_B,
+    SEND_F,
+    WEIGHTS,
+)
 from stagewright.solvers.planners.steps.proposal import NoPlan, Proposal, cost_of, structure_of
 
 WINDOW = 4  # stages that are rebuilt together
