@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import subprocess
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -505,8 +504,8 @@ def test_by_ssh_jobs_start_and_end_with_all_their_processes(tmp_path: Path) -> N
         before, folder = document(answer), tmp_path / f"a round's {number}"
         write(answer.launch.files, folder)
         subprocess.run(["bash", folder / "round.sh"], env=environment, check=True, timeout=60)
-        until(lambda many=2 if name == "a" else 4: len([*tmp_path.glob("rank-*")]) == many)
-        time.sleep(0.1)
+        many = 2 if name == "a" else 4
+        until(lambda many=many: sum(bool(p.read_text()) for p in tmp_path.glob("rank-*")) == many)
         pids.append({int(path.read_text()) for path in tmp_path.glob("rank-*")})
     assert pids[0] == pids[1]  # it stayed
     assert not any(map(is_running, pids[0]))
