@@ -11,6 +11,7 @@ from stagewright.executor.export.launchers import (
     Launch,
     LaunchNode,
     gpus_of_node,
+    hosts_of,
     listed_nodes,
     sizes_of_nodes,
     torchrun_options,
@@ -94,8 +95,8 @@ def _of_pod(launch: Launch) -> dict[str, Any]:
     if shared is None:
         return {}
     found: dict[str, Any] = {"nodeSelector": {shared.label: shared.kind}}
-    if shared.hosts:
-        on = {"key": "kubernetes.io/hostname", "operator": "In", "values": list(shared.hosts)}
+    if hosts := hosts_of(launch.nodes):
+        on = {"key": "kubernetes.io/hostname", "operator": "In", "values": hosts}
         terms = {"nodeSelectorTerms": [{"matchExpressions": [on]}]}
         asked = {"requiredDuringSchedulingIgnoredDuringExecution": terms}
         found["affinity"] = {"nodeAffinity": asked}

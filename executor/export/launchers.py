@@ -36,7 +36,7 @@ class LaunchNode:
 
 @dataclass(frozen=True, slots=True)
 class SharedJob:
-    """What a job of a shared cluster asks for: GPUs of a ``kind``, on ``hosts`` where it says so.
+    """What a job of a shared cluster asks for: GPUs of a ``kind``; its nodes name hosts.
 
     ``name`` is its name there. In Kubernetes it waits in the local ``queue`` of Kueue, nodes of the
     kind have it as the value of ``label``, and ``files`` says that the command needs the files of
@@ -45,7 +45,6 @@ class SharedJob:
 
     name: str
     kind: str
-    hosts: tuple[str, ...] = ()
     queue: str = ""
     label: str = ""
     files: bool = False
@@ -103,49 +102,63 @@ def torchrun(launch: Launch) -> dict[str, str]:
 
 
 def slurm(launch: Launch) -> dict[str, str]:
-    """A script for sbatch: one torchrun per node."""
-    nodes, words, options = launch.nodes, launch.words, launch.options
-    cpus = cpus_of_task(options, max(len(node.gpus) for node in nodes))
-    # Where the nodes have different numbers of GPUs, Slurm says which has how many.
-    told = ["sizes[SLURM_NODEID]=$SLURM_GPUS_ON_NODE"] if sizes_of_nodes(nodes) else []
+    """A script for sbatch: one torchrun per node.
+
+    Only a heterogeneous job has other numbers of GPUs on other nodes: each of its components has
+    nodes of equally many. Slurm numbers the nodes component by component.
+    """
+    nodes, options = launch.nodes, launch.options
+    groups = [tuple(group) for _, group in groupby(nodes, lambda node: len(node.gpus))]
     on_node = [
         *visible_gpus(nodes, "SLURM_NODEID"),
-        *told,
+        *sizes_of_nodes(nodes),
         f'exec torchrun {torchrun_options(nodes, "$SLURM_NODEID", _JOB_PORT)} --no-python "$@"',
     ]
+    command = ["bash", "-c", "\n".join(on_node), "bash", *launch.words]
+    asked: list[str] = []
+    steps: list[str] = []
+    for n, group in enumerate(groups):
+        cpus = cpus_of_task(options, len(group[0].gpus))
+        asked += ["hetjob"] * (n > 0) + [*_asked(launch, group, n), *cpus, *time_of_job(options)]
+        # Since Slurm 22.05 srun does not take the CPUs from the job (man sbatch).
+        step = [f"--het-group={n}"] * (len(groups) > 1) + cpus
+        steps.append(" ".join([*step, '"${command[@]}"']))
     lines = [
         "#!/usr/bin/env bash",
-        f"#SBATCH --job-name={launch.shared.name if launch.shared else NAME}",
-        f"#SBATCH --nodes={len(nodes)}",
-        "#SBATCH --ntasks-per-node=1",
-        *(f"#SBATCH {one}" for one in (*_asked(launch), *cpus, *time_of_job(options))),
+        *(f"#SBATCH {one}" for one in asked),
         *listed_nodes(nodes),
         "set -euo pipefail",
         *_exports(launch),
         'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
         'export MASTER_ADDR="${hosts[0]}"',
-        # Since Slurm 22.05 srun does not take the CPUs from the job (man sbatch).
-        shlex.join(["srun", *cpus, "bash", "-c", "\n".join(on_node), "bash", *words]),
+        f"command=({shlex.join(command)})",
+        f"srun {' : '.join(steps)}",
     ]
     return {"job.sbatch": "\n".join(lines) + "\n"}
 
 
-def _asked(launch: Launch) -> list[str]:
-    """The options of sbatch for the GPUs.
+def _asked(launch: Launch, group: tuple[LaunchNode, ...], number: int) -> list[str]:
+    """The options of sbatch for the nodes of a component and their GPUs.
 
-    A job of a shared cluster begins when the job of its name before it has ended.
+    A job of a shared cluster begins when the job of its name before it has ended. So components
+    have different names: of one name, each would wait for the others.
     """
-    nodes, shared = launch.nodes, launch.shared
+    shared, on_each = launch.shared, [f"--nodes={len(group)}", "--ntasks-per-node=1"]
     if shared is None:
-        return [f"--gpus-per-node={gpus_of_node(nodes)}"]
-    total = sum(len(node.gpus) for node in nodes)
+        return [f"--job-name={NAME}", *on_each, f"--gpus-per-node={gpus_of_node(group)}"]
+    hosts = hosts_of(group)
     return [
-        f"--gpus={shared.kind}:{total}"
-        if sizes_of_nodes(nodes)
-        else f"--gres=gpu:{shared.kind}:{len(nodes[0].gpus)}",
-        *([f"--nodelist={','.join(shared.hosts)}"] if shared.hosts else []),
+        f"--job-name={shared.name}{f'.{number}' if number else ''}",
+        *on_each,
+        f"--gres=gpu:{shared.kind}:{len(group[0].gpus)}",
+        *([f"--nodelist={','.join(hosts)}"] if hosts else []),
         "--dependency=singleton",
     ]
+
+
+def hosts_of(nodes: tuple[LaunchNode, ...]) -> list[str]:
+    """The hosts that the nodes of a job of a shared cluster name."""
+    return [host for node in nodes for host in node.devices]
 
 
 def _exports(launch: Launch) -> list[str]:

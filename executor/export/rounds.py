@@ -32,6 +32,9 @@ LAYOUT, PATCH, ROUND, START = "layout.json", "patch.json", "round.json", "round.
 _SPEC = "/spec/replicatedJobs/0/template/spec"  # of a JobSet's first Job
 _WRITERS = {"slurm": slurm, "kueue": jobset, "torchrun": torchrun}
 
+_BY_SLURM = """\
+jobs() { squeue --me --noheader --states="$1" --name="$2" --format=%A; }
+"""
 # Starts a node's processes in a session of their own, says whether they live, and ends them.
 _BY_SSH = """\
 on() { ssh "$1" "bash -s -- $(printf '%q ' "${@:2}")"; }
@@ -124,8 +127,7 @@ def round_files(
 
     Raises InputError if a framework cannot express a layout.
     """
-    # A minute more than the round, in which the next one is begun.
-    lease = replace(options.format, time=options.format.time or str(_minutes(made) + 1))
+    lease = replace(options.format, time=options.format.time or str(_minutes(made)))
     leased = replace(options, format=lease)
     files = {
         f"{one.folder}/{name}": text
@@ -145,11 +147,9 @@ def _files_of(one: PlacedJob, made: ClusterRound, options: RoundOptions) -> dict
         words = words_of(one.job.command, "command")
     elif one.plan is not None and one.framework is not None:
         files |= shared_files(one.plan, one.framework)
-    hosts = tuple(host for host, _ in one.servers if host is not None)
     shared = SharedJob(
         name=one.name,
         kind=one.kind,
-        hosts=hosts,
         queue=options.queue,
         label=options.label,
         files=one.job.command is None,
@@ -194,8 +194,8 @@ def _script(
         "set -euo pipefail",
         'cd "$(dirname "${BASH_SOURCE[0]}")"',
     ]
-    if made.launcher == "torchrun":
-        lines.append(_BY_SSH.rstrip())
+    if made.launcher in _FUNCTIONS:
+        lines.append(_FUNCTIONS[made.launcher].rstrip())
     for job in made.stops if before is not None else ():
         assert before is not None
         lines += [f"# stops: {json.dumps(job)}", *stop(job, before)]
@@ -207,7 +207,8 @@ def _script(
 
 
 def _minutes(made: ClusterRound) -> int:
-    return math.ceil(made.round_seconds / 60)
+    """Of a lease: a minute more than the round, in which the next one is begun."""
+    return math.ceil(made.round_seconds / 60) + 1
 
 
 def _slurm_stop(job: str, before: ClusterRound) -> Iterator[str]:
@@ -216,16 +217,16 @@ def _slurm_stop(job: str, before: ClusterRound) -> Iterator[str]:
 
 def _slurm_stay(one: PlacedJob, made: ClusterRound, options: RoundOptions) -> Iterator[str]:
     """The lease goes on; only operators of Slurm may extend it (man scontrol)."""
-    yield f'if [ -z "$(squeue --me --noheader --name={one.name})" ]; then'
     yield from _slurm_start(one, made, options)
     if options.format.time is None:
-        user = 'UserID="$(id -un)"'
-        yield f"else scontrol update JobName={one.name} {user} TimeLimit=+{_minutes(made)}"
-    yield "fi"
+        yield f"for id in $(jobs RUNNING {one.name}); do"
+        yield f'  scontrol update JobId="$id" EndTime=now+{_minutes(made)}minutes'
+        yield "done"
 
 
 def _slurm_start(one: PlacedJob, made: ClusterRound, options: RoundOptions) -> Iterator[str]:
-    yield f"(cd {one.folder} && sbatch job.sbatch)"
+    states = "PENDING,CONFIGURING,RUNNING,SUSPENDED"
+    yield f'[ -n "$(jobs {states} {one.name})" ] || (cd {one.folder} && sbatch job.sbatch)'
 
 
 def _kueue_stop(job: str, before: ClusterRound) -> Iterator[str]:
@@ -283,6 +284,7 @@ def _ssh_start(one: PlacedJob, made: ClusterRound, options: RoundOptions) -> Ite
 
 _Stop = Callable[[str, ClusterRound], Iterator[str]]
 _Go = Callable[[PlacedJob, ClusterRound, RoundOptions], Iterator[str]]
+_FUNCTIONS = {"slurm": _BY_SLURM, "torchrun": _BY_SSH}
 _COMMANDS: dict[str, tuple[_Stop, _Go, _Go]] = {
     "slurm": (_slurm_stop, _slurm_stay, _slurm_start),
     "kueue": (_kueue_stop, _kueue_stay, _kueue_start),

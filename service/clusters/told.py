@@ -17,9 +17,22 @@ from stagewright.service.clusters.answers import (
     ComputedRate,
     ForecastAnswer,
     JobAnswer,
+    RoundFilesAnswer,
 )
 
 WHOLE = 1 - 1e-6  # of a share, a rate or the accelerators: solvers' rounding
+
+
+def launch_lines(launch: RoundFilesAnswer) -> Iterator[str]:
+    """What the first round does, in the order of its script."""
+    for what in ("stops", "stays", "starts", "waits"):
+        yield f"{what + ':':8}{', '.join(getattr(launch, what)) or '-'}"
+    if launch.bound is not None:
+        yield f"objective {launch.objective:.6g}, bound {launch.bound:.6g} by {launch.proved_by}"
+    if launch.one_more is not None:
+        more = launch.one_more.items()
+        yield "one more buys at most: " + ", ".join(f"{name} {worth:.4g}" for name, worth in more)
+    yield from launch.remarks
 
 
 def prices_table(prices: Sequence[ComputedRate]) -> AnswerTable:

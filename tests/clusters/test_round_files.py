@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import subprocess
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -19,13 +18,16 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from kubernetes_validate import validate
+from layout_problems import LLAMA as ARCHITECTURE
+from layout_problems import make_problem
 from profiles import examples
+from round_files import answered, document, write
 from strategies_allocation import random_pool, random_workload
 
+from stagewright.executor.export.layouts import export_layout
 from stagewright.executor.export.rounds import job_name
-from stagewright.formulations.clusters.round_document import ClusterRound
 from stagewright.formulations.parallelism.document import LayoutPlan, violations
+from stagewright.formulations.parallelism.layout import parse_layout
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import (
@@ -37,7 +39,7 @@ from stagewright.graphs.workloads.jobs import (
     Workload,
 )
 from stagewright.graphs.workloads.pool import Pool, parse_pool
-from stagewright.service.clusters.answers import AssignmentAnswer, RoundsAnswer
+from stagewright.service.clusters.answers import AssignmentAnswer, RoundFilesAnswer
 from stagewright.service.clusters.requests import RoundsRequest
 from stagewright.service.clusters.rounds import rounds
 from stagewright.service.jobs.kinds import parse_request
@@ -52,9 +54,9 @@ ENVIRONMENT = {"A": "it's $x"}
 STUBS = r"""
 note() { printf '%s\n' "$*" >>"$NOTES"; }
 sbatch() { note sbatch "$(sed -n 's/^#SBATCH --job-name=//p' "$1")"; }
-scancel() { note scancel "$@"; }
+scancel() { sed -i "/^${2#--name=}$/d" "$RUNNING"; note scancel "$@"; }
 scontrol() { note scontrol "$@"; }
-squeue() { grep -x "${3#--name=}" "$RUNNING" || true; }
+squeue() { grep -x "${4#--name=}" "$RUNNING" || true; }
 kubectl() {
   [ "$2" != --filename=- ] || cat >/dev/null
   case $1 in
@@ -74,32 +76,11 @@ ssh() {
 """
 
 
-def answered(request: RoundsRequest) -> RoundsAnswer:
-    answer = rounds(request)
-    assert isinstance(answer, RoundsAnswer)
-    return answer
-
-
 def hosts_of(pool: Pool) -> dict[str, tuple[str, ...]]:
     return {
         one.name: tuple(f"{one.name}-{server}" for server in range(one.servers))
         for one in pool.accelerators
     }
-
-
-def document(answer: RoundsAnswer) -> ClusterRound:
-    assert answer.launch is not None
-    return documents.parse(
-        ClusterRound, answer.launch.files["round.json"], "it", "stagewright-round", 1
-    )
-
-
-def write(files: dict[str, str], folder: Path) -> None:
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-        if name.endswith((".sh", ".sbatch")):
-            subprocess.run(["bash", "-n", folder / name], check=True)
 
 
 class Cluster:
@@ -135,7 +116,7 @@ class Cluster:
         self.running.discard(named.removeprefix("--name="))
 
     def scontrol(self, _: str, what: str) -> None:
-        assert what.split()[0].removeprefix("JobName=") in self.running
+        assert what.split()[0].removeprefix("JobId=") in self.running
 
     def kubectl(self, verb: str, rest: str) -> None:
         word, name = re.fullmatch(r"(jobset )?(\S+).*", rest).groups()  # type: ignore[union-attr]
@@ -162,14 +143,15 @@ def gpus_on(one: AssignmentAnswer, pool: Pool) -> Counter[str]:
 
 
 def require_slurm(files: dict[str, str], one: AssignmentAnswer, on: Counter[str]) -> None:
-    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", files["job.sbatch"], re.MULTILINE))
-    assert asked["nodelist"].split(",") == [host for host, _ in on.most_common()]
-    assert int(asked["nodes"]) == len(on)
+    """Every component asks for as many GPUs on each of its nodes as the assignment has there."""
+    found: list[tuple[str, int]] = []
+    for part in files["job.sbatch"].split("#SBATCH hetjob\n"):
+        asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", part, re.MULTILINE))
+        hosts, (_, kind, each) = asked["nodelist"].split(","), asked["gres"].split(":")
+        assert (int(asked["nodes"]), kind) == (len(hosts), one.accelerator)
+        found += [(host, int(each)) for host in hosts]
+    assert found == on.most_common()
     assert f"\nexport A={shlex.quote(ENVIRONMENT['A'])}\n" in files["job.sbatch"]
-    if len({*on.values()}) == 1:
-        assert asked["gres"] == f"gpu:{one.accelerator}:{on.most_common()[0][1]}"
-    else:
-        assert asked["gpus"] == f"{one.accelerator}:{len(one.numbers)}"
 
 
 def require_kueue(files: dict[str, str], one: AssignmentAnswer, on: Counter[str]) -> None:
@@ -179,8 +161,6 @@ def require_kueue(files: dict[str, str], one: AssignmentAnswer, on: Counter[str]
     sizes: list[int] = []
     for job in jobset["spec"]["replicatedJobs"]:
         spec = job["template"]["spec"]
-        made = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": spec}
-        validate(made, "1.31", strict=True)
         pod = spec["template"]["spec"]
         limit = pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
         sizes += [limit] * job["replicas"] * spec["parallelism"]
@@ -320,15 +300,22 @@ TRAINING = Training("small", LLAMA, global_batch=16, sequence=1024, framework="t
 TRAINED = Job("my run", "small", 100.0, 6, environment={"BASE": "mine.config:it's"})
 
 
-def test_a_training_has_its_layout_and_what_runs_it(tmp_path: Path) -> None:
-    """6 GPUs of servers of 4: the layout is of twice 3, the round gives 4 and 2, and says so."""
+@pytest.fixture(scope="module")
+def launch() -> RoundFilesAnswer:
+    """6 GPUs of servers of 4: the layout is of twice 3, the round gives 4 and 2."""
     training = replace(TRAINING, global_batch=12)
     asked = RoundsRequest.of(
         workload=Workload((TRAINED,), trainings=(training,)), pool=parse_pool("h100=2x4"),
         to="kueue", **OPTIONS["kueue"],
     )  # fmt: skip
-    launch = answered(asked).launch
-    assert launch is not None
+    found = answered(asked).launch
+    assert found is not None
+    return found
+
+
+def test_a_training_has_its_layout_and_what_runs_it(
+    launch: RoundFilesAnswer, tmp_path: Path
+) -> None:
     write(launch.files, tmp_path)
     layout = documents.parse(
         LayoutPlan, launch.files["my-run/layout.json"], "it", "stagewright-layout", 1
@@ -351,6 +338,24 @@ def test_a_training_has_its_layout_and_what_runs_it(tmp_path: Path) -> None:
     assert pod["containers"][0]["workingDir"] == "/stagewright"
     assert pod["volumes"][1]["configMap"] == {"name": "stagewright-my-run"}
     assert "create configmap stagewright-my-run --from-file=my-run " in launch.files["round.sh"]
+
+
+def test_jobsets_are_those_of_their_schema(launch: RoundFilesAnswer) -> None:
+    """That of JobSet v1alpha2, with the Jobs and pods in it: what it does not know is lost."""
+    models = pytest.importorskip("kubeflow_trainer_api.models.jobset_v1alpha2_job_set")
+    read_as = models.JobsetV1alpha2JobSet.from_dict
+    pool, layout = parse_pool("h100=2x1"), parse_layout("d16 b1 zero1")
+    options = {"pool": pool, "nodes": hosts_of(pool), "to": "kueue", **OPTIONS["kueue"]}
+    named = answered(RoundsRequest.of(workload=Workload((RUNS,), RATES), **options)).launch
+    assert named is not None
+    exported = export_layout(make_problem(ARCHITECTURE, layout), layout, "megatron")
+    for text in (
+        launch.files["my-run/jobset.yaml"], named.files["a/jobset.yaml"], exported["jobset.yaml"]
+    ):  # fmt: skip
+        given = yaml.safe_load(text)
+        assert read_as(given).to_dict() == given
+        given["spec"]["replicatedJobs"][0]["template"]["spec"]["completion"] = 1
+        assert read_as(given).to_dict() != given
 
 
 # ---------------------------------------------------------------- a JobSet that waits
@@ -499,8 +504,8 @@ def test_by_ssh_jobs_start_and_end_with_all_their_processes(tmp_path: Path) -> N
         before, folder = document(answer), tmp_path / f"a round's {number}"
         write(answer.launch.files, folder)
         subprocess.run(["bash", folder / "round.sh"], env=environment, check=True, timeout=60)
-        until(lambda many=2 if name == "a" else 4: len([*tmp_path.glob("rank-*")]) == many)
-        time.sleep(0.1)
+        many = 2 if name == "a" else 4
+        until(lambda many=many: sum(bool(p.read_text()) for p in tmp_path.glob("rank-*")) == many)
         pids.append({int(path.read_text()) for path in tmp_path.glob("rank-*")})
     assert pids[0] == pids[1]  # it stayed
     assert not any(map(is_running, pids[0]))

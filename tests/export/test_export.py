@@ -727,7 +727,7 @@ def test_a_batch_job_has_cpus_and_a_time():
     job = export(plan, "slurm", replace(LAUNCH, per_server=2, cpus=8, time="1-12:00:00"))
     (script,) = job.values()
     assert "#SBATCH --cpus-per-task=16\n#SBATCH --time=1-12:00:00\n" in script
-    assert "\nsrun --cpus-per-task=16 bash -c " in script  # 8 of each of the node's 2 processes
+    assert "\nsrun --cpus-per-task=16 " in script  # 8 of each of the node's 2 processes
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     plain = export(plan, "slurm", replace(LAUNCH, per_server=2))["job.sbatch"]
     assert "cpus-per-task" not in plain

@@ -181,6 +181,10 @@ def test_a_round_is_fetched_with_its_launch_files(client: TestClient, store: Ser
     solved(store, plain)
     solved(store, job)
     assert "no launch files" in told(client.get(f"/v1/jobs/{plain}/round.zip"), 404)
+    shown = [client.get(f"/v1/jobs/{one}/figures").json() for one in (plain, job)]
+    assert [one["folder"] for one in shown] == ["", "round"]
+    assert shown[1]["lead"][0] == "The first round, for slurm"
+    assert shown[1]["lead"][3] == "starts: a"
     packed = zipfile.ZipFile(io.BytesIO(client.get(f"/v1/jobs/{job}/round.zip").content))
     assert {*packed.namelist()} == {"a/job.sbatch", "round.sh", "round.json"}
     after = json.loads(packed.read("round.json"))

@@ -333,6 +333,36 @@ def test_an_export_asks_for_what_its_format_needs(site: Site) -> None:
     assert browser.errors == []
 
 
+@in_a_browser
+def test_the_launch_files_of_a_round_are_downloaded(site: Site, tmp_path: Path) -> None:
+    browser = site.browser
+    rates = {"alone": [{"model": "m", "scale": 1, "accelerator": "h100", "steps_per_second": 1.0}]}
+    run = {"name": "pretrain", "model": "m", "steps": 10.0, "command": "train"}
+    pool = {"accelerators": [{"name": "h100", "count": 2, "per_server": 1}]}
+    asked = {"workload": {"jobs": [run], "throughputs": rates}, "pool": pool, "rounds": 1}
+    headers = {"Content-Type": "application/json"}
+    download = (
+        "[...document.querySelectorAll('button')].find((one) => /launch/.test(one.innerText))"
+    )
+    for more, hidden in (({}, True), ({"to": "slurm"}, False)):
+        sent = json.dumps({"method": "POST", "headers": headers, "body": json.dumps(asked | more)})
+        job = browser.run(f"fetch('v1/rounds', {sent}).then((told) => told.json())")["id"]
+        go(browser, f"jobs/{job}", f"{ENDED} && {DRAWN}")
+        assert browser.run(f"{download}.hidden") == hidden
+    browser.picture(tmp_path / "round.png")
+    browser.run("""(() => {
+      const click = HTMLAnchorElement.prototype.click;
+      HTMLAnchorElement.prototype.click = function () {
+        window.saved = this.download;
+        click.call(this);
+      };
+    })()""")
+    browser.run(f"{download}.click()")
+    browser.await_that("window.saved === 'round.zip'")
+    assert browser.run("document.querySelector('#problem').textContent") == ""
+    assert browser.errors == []
+
+
 BROUGHT = "document.querySelectorAll('form.request [aria-invalid]').length === {}"
 OTHERS = ["jobshop", *(kind for kind in KINDS if kind not in ("plan", "jobshop"))]
 

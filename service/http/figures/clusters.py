@@ -9,7 +9,7 @@ from stagewright.executor.drawing.lanes import BarRun, Drawing, runs_drawing
 from stagewright.graphs.workloads.jobs import Workload
 from stagewright.graphs.workloads.pool import Pool
 from stagewright.service.answers import AnswerTable
-from stagewright.service.clusters.answers import AllocateAnswer, ComputedRate
+from stagewright.service.clusters.answers import AllocateAnswer, ComputedRate, RoundFilesAnswer
 from stagewright.service.clusters.requests import (
     AllocateRequest,
     RoundsRequest,
@@ -19,6 +19,7 @@ from stagewright.service.clusters.told import (
     job_lines,
     job_tables,
     jobs_table,
+    launch_lines,
     prices_table,
 )
 from stagewright.service.http.figures.tables import HOUR, Figures, Told, facts, titled, written
@@ -90,11 +91,14 @@ def rounds(request: Request, answer: Told) -> Figures:
     lines = [*answer["assumed"]]
     if answer["measured"]:
         lines.append(f"measured, the others computed: {', '.join(answer['measured'])}")
+    launch = answer["launch"] and RoundFilesAnswer.model_validate(answer["launch"])
     return Figures(
         numbers,
         (_jobs_table(held, request.pool, dict.fromkeys(names, 0.0)), prices_table(prices)),
         [("Rounds by accelerator", drawn)],
+        lead=(f"The first round, for {launch.launcher}", *launch_lines(launch)) if launch else (),
         lines=lines,
+        folder="round" if launch else "",
     )
 
 

@@ -214,9 +214,8 @@ def tune(request: Request, answer: Told) -> Figures:
         (f"{found.candidates}", "candidates"),
     ]
     lead = ("How it stands", *measured.standing_lines(found))
-    return Figures(
-        numbers, [*measured.tuned_tables(found)], lead=lead, lines=[*measured.about_lines(found)]
-    )
+    lines, tables = [*measured.about_lines(found)], [*measured.tuned_tables(found)]
+    return Figures(numbers, tables, lead=lead, lines=lines, folder="tuning")
 
 
 def tune_read(request: Request, answer: Told) -> Figures:

@@ -30,7 +30,7 @@ class Figures:
 
     ``lead`` is a title with sentences that come first, ``lines`` are others, ``memory`` has a bar
     for each rank. The layouts, or jobs, of the table with the title ``explains`` can be explained,
-    by the same request with the field ``explain``.
+    by the same request with the field ``explain``. ``folder`` is the name of a job's ZIP archive.
     """
 
     facts: Sequence[tuple[str, str]]
@@ -41,6 +41,7 @@ class Figures:
     lines: Sequence[str] = ()
     memory: Sequence[MemoryBar] = ()
     explains: str = ""
+    folder: str = ""
 
     def table(self) -> Told:
         """What the script reads."""
@@ -52,6 +53,7 @@ class Figures:
             "lines": list(self.lines),
             "memory": [asdict(one) for one in self.memory],
             "explains": self.explains,
+            "folder": self.folder,
             "charts": [{"title": title, "chart": it.table()} for title, it in self.charts],
         }
 

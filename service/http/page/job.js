@@ -118,7 +118,7 @@ class JobPage {
     button("drawing", "Download page", () => download(`jobs/${this.id}/timeline.html`));
     button("trace", "Download trace", () => download(`jobs/${this.id}/trace`));
     button("export", "Export", () => download(`jobs/${this.id}/export/${format.value}?${query()}`));
-    button("launches", "Download launch folders", () => download(`jobs/${this.id}/tuning.zip`));
+    button("launches", "Download launch folders", () => download(`jobs/${this.id}/${this.folder}.zip`));
     button("trials", "Add trials", () => this.addTrials());
     this.exporting = make("span", {class: "export"}, format, command, image, this.export);
     this.buttons.append(this.stop, this.abort, this.retry, this.trials, this.launches, this.file, this.drawing, this.trace, this.answer, this.exporting, this.discard);
@@ -168,7 +168,8 @@ class JobPage {
     if (!this.format.length) this.format.append(...(job.kind === "train-plan" ? LAYOUT_FORMATS : FORMATS).map((one) => make("option", {}, one)));
     this.file.hidden = !job.has_document && !what;
     this.file.textContent = `Download ${what || "plan"}`;
-    this.trials.hidden = this.launches.hidden = what !== "tuning";
+    this.trials.hidden = what !== "tuning";
+    this.launches.hidden = !this.folder;
     this.drawing.hidden = this.trace.hidden = !(job.kind === "place" && what);
     (ended ? this.shown : this.buttons).after(this.gap);
   }
@@ -186,6 +187,8 @@ class JobPage {
   async figures() {
     const told = await read(`jobs/${this.id}/figures`, {signal: this.signal});
     this.drawn = this.job.finished;
+    this.folder = told.folder;
+    this.tell(this.job);
     showFigures(this.shown, told, (what) => this.act(() => this.explain(what)));
   }
 

@@ -15,11 +15,7 @@ from stagewright.service.clusters.requests import RoundsRequest
 from stagewright.service.options import Option
 
 if TYPE_CHECKING:
-    from stagewright.service.clusters.answers import (
-        AssignmentAnswer,
-        RoundFilesAnswer,
-        RoundsAnswer,
-    )
+    from stagewright.service.clusters.answers import AssignmentAnswer, RoundsAnswer
 
 
 class RoundsOptions(Served, Printed):
@@ -78,6 +74,8 @@ def _write_round(files: dict[str, str], folder: Path) -> None:
 
 
 def _print_rounds(answer: "RoundsAnswer") -> None:
+    from stagewright.service.clusters.told import launch_lines
+
     names = answer.accelerators
     rows = []
     for number, assignments in enumerate(answer.rounds):
@@ -101,19 +99,7 @@ def _print_rounds(answer: "RoundsAnswer") -> None:
     if answer.measured:
         say(f"measured, the others computed: {', '.join(answer.measured)}")
     if answer.launch is not None:
-        _print_launch(answer.launch)
-
-
-def _print_launch(launch: "RoundFilesAnswer") -> None:
-    """What the first round does, in the order of its script."""
-    for what in ("stops", "stays", "starts", "waits"):
-        say(f"{what + ':':8}{', '.join(getattr(launch, what)) or '-'}")
-    if launch.bound is not None:
-        say(f"objective {launch.objective:.6g}, bound {launch.bound:.6g} by {launch.proved_by}")
-    if launch.one_more is not None:
-        more = launch.one_more.items()
-        say("one more buys at most: " + ", ".join(f"{name} {worth:.4g}" for name, worth in more))
-    say(*launch.remarks)
+        say(*launch_lines(answer.launch))
 
 
 def _spelled(one: "AssignmentAnswer") -> str:
