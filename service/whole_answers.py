@@ -22,8 +22,8 @@ from stagewright.service.clusters.answers import (
     ComputedRate,
     RoundsAnswer,
     SimulateClusterAnswer,
-    with_rates,
 )
+from stagewright.service.clusters.rates import with_rates
 from stagewright.service.clusters.requests import AllocateRequest, RoundsRequest
 from stagewright.service.layouts.profiled import ProfiledAnswer
 from stagewright.service.layouts.rates import CalibrateAnswer

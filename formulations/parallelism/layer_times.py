@@ -10,8 +10,8 @@ from stagewright.formulations.prices.collectives import (
     all_to_all_seconds,
     send_seconds,
 )
-from stagewright.formulations.prices.computing import Computed, computed
-from stagewright.graphs.machines.groups import links
+from stagewright.formulations.prices.computing import Computed, Processor, computed
+from stagewright.graphs.machines.groups import GroupWays, links
 from stagewright.graphs.models.modules import modules_of, repeats_exchange
 from stagewright.graphs.models.shards import LayerShare, LayerSplit, Recompute
 
@@ -45,7 +45,29 @@ def share_time(
     """:func:`layer_time`, remembered; a layer that sends nothing to experts has it once for all."""
     if not share.dispatched and split.expert > 1:
         split = LayerSplit(split.tensor, split.context, 1, split.sequence_parallel)
-    return _layer_time(problem, share, split, samples, recompute, put_off)
+    return _layer_time(_alike(problem, split), share, split, samples, recompute, put_off)
+
+
+@lru_cache(maxsize=4096)
+def _alike(problem: TrainingProblem, split: LayerSplit) -> TrainingProblem:
+    """The first problem in which layers take as long: of as many machines as one likes."""
+    if type(problem) is not TrainingProblem or problem.rates.anchor is not None:
+        return problem
+    tensor, context, expert = split.tensor, split.context, split.expert
+    groups = ((1, tensor),), ((tensor, context),), ((1, expert),)
+    ways = tuple(links(problem.fabric, one) for one in groups)
+    first = _first_alike(problem.processor, ways, overlaps=problem.overlap_tensor)
+    if not first:
+        first.append(problem)
+    return first[0]
+
+
+@lru_cache(maxsize=4096)
+def _first_alike(
+    processor: Processor, ways: tuple[GroupWays, ...], *, overlaps: bool
+) -> list[TrainingProblem]:
+    """A list for problems with equal prices of layers; at first none."""
+    return []
 
 
 def layer_time(

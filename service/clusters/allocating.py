@@ -27,8 +27,8 @@ from stagewright.service.clusters.answers import (
     MeasureAnswer,
     NewJobAnswer,
     PriceJobsAnswer,
-    computed_rates,
 )
+from stagewright.service.clusters.rates import computed_rates
 from stagewright.service.clusters.requests import (
     AllocateRequest,
     EstimateRequest,

@@ -1,7 +1,5 @@
 """Answers about the jobs of a cluster."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import SerializerFunctionWrapHandler, model_serializer
@@ -15,7 +13,7 @@ if TYPE_CHECKING:
     from stagewright.formulations.clusters.allocation import AllocationProblem
     from stagewright.formulations.clusters.allocation_plan import AllocationPlan
     from stagewright.formulations.parallelism.document import LayoutPlan
-    from stagewright.graphs.workloads.jobs import Throughputs, Workload
+    from stagewright.graphs.workloads.jobs import Workload
     from stagewright.solvers.clusters.policies import AllocationResult
 else:  # carried, not validated: their libraries are slow to import
     ClusterReport = ClusterTimeline = AllocationProblem = AllocationPlan = Any
@@ -57,56 +55,6 @@ class PriceJobsAnswer(Answer):
     wall_seconds: float
     workload: Annotated[Workload, CARRIED]
     plans: Annotated[tuple[LayoutPlan | None, ...], CARRIED] = ()
-
-
-def with_rates(workload: "Workload", prices: Iterable[ComputedRate]) -> "Workload":
-    """The workload with computed rates and checkpoints in place of its trainings."""
-    from stagewright.graphs.workloads.jobs import Computed, Rate
-
-    found = {(one.model, one.scale, one.accelerator): one for one in workload.throughputs.alone}
-    moves: dict[str, float | None] = {}
-    for one in prices:
-        moves[one.model] = moves.get(one.model) or one.checkpoint_seconds
-        key, rate = (one.model, one.count, one.accelerator), one.steps_per_second
-        how = Computed(**one.model_dump(include={*Computed.__dataclass_fields__}))
-        if one.placement == "consolidated":
-            found[key] = Rate(*key, rate, computed=how)
-        else:
-            found[key] = replace(found[key], spread_steps_per_second=rate, spread_computed=how)
-    jobs = (
-        replace(job, checkpoint_seconds=moves.get(job.model))
-        if job.checkpoint_seconds is None
-        else job
-        for job in workload.jobs
-    )
-    table = replace(workload.throughputs, alone=tuple(found.values()))
-    return replace(workload, jobs=tuple(jobs), throughputs=table, trainings=())
-
-
-def computed_rates(throughputs: "Throughputs") -> Iterator[ComputedRate]:
-    """The rates that were computed, also before; what is not among them is measured."""
-    for one in throughputs.alone:
-        for placement, rate, how in (
-            ("consolidated", one.steps_per_second, one.computed),
-            ("spread", one.spread_steps_per_second, one.spread_computed),
-        ):
-            if how is not None:
-                yield ComputedRate.of(
-                    how,
-                    model=one.model,
-                    accelerator=one.accelerator,
-                    count=one.scale,
-                    placement=placement,
-                    steps_per_second=rate,
-                )
-
-
-def measured_rates(throughputs: "Throughputs") -> Iterator[str]:
-    """The rates that are measured while others are computed, in words."""
-    if any(one.computed for one in throughputs.alone):
-        for one in throughputs.alone:
-            if one.computed is None:
-                yield f"{one.model} on {one.scale} {one.accelerator}"
 
 
 class ShareAnswer(Answer):

@@ -21,8 +21,8 @@ from stagewright.service.clusters.answers import (
     ForecastAnswer,
     JobAnswer,
     OccupancyAnswer,
-    with_rates,
 )
+from stagewright.service.clusters.rates import with_rates
 from stagewright.service.clusters.requests import AllocateRequest, SimulateClusterRequest
 from stagewright.service.clusters.simulation import simulate_cluster
 from stagewright.service.clusters.told import WHOLE, Holdings

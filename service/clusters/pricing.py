@@ -29,7 +29,8 @@ from stagewright.graphs.machines.fabric import Fabric
 from stagewright.graphs.models.architecture import Architecture
 from stagewright.graphs.workloads.jobs import Job, Throughputs, Training, Workload, counts_of
 from stagewright.graphs.workloads.pool import Accelerator, Pool
-from stagewright.service.clusters.answers import ComputedRate, PriceJobsAnswer, with_rates
+from stagewright.service.clusters.answers import ComputedRate, PriceJobsAnswer
+from stagewright.service.clusters.rates import with_rates
 from stagewright.service.clusters.requests import PriceJobsRequest
 from stagewright.service.layouts.configured import TrainPlanInputs
 from stagewright.service.layouts.searching import find_layouts

@@ -24,9 +24,8 @@ from stagewright.service.clusters.answers import (
     AssignmentAnswer,
     PriceJobsAnswer,
     RoundsAnswer,
-    computed_rates,
-    measured_rates,
 )
+from stagewright.service.clusters.rates import computed_rates, measured_rates
 from stagewright.service.clusters.requests import RoundsRequest
 from stagewright.solvers.clusters.policies import allocate as solve
 from stagewright.solvers.clusters.policies import require_policy

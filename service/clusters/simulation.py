@@ -30,9 +30,8 @@ from stagewright.service.clusters.answers import (
     DrawnRateAnswer,
     RunAnswer,
     SimulateClusterAnswer,
-    computed_rates,
-    with_rates,
 )
+from stagewright.service.clusters.rates import computed_rates, with_rates
 from stagewright.service.clusters.requests import ArrivalsRequest, SimulateClusterRequest
 from stagewright.solvers.clusters.policies import policy_named, require_policy
 

@@ -10,14 +10,16 @@ count alike is
 whatever the division: the sum is the model's. The part is 1 (forward and backward), where backwards
 are split in two without their weights' part; or it is the forward's, with all of the backward. To
 the sum are added the blocks that must be recomputed, as many as do not fit in the stages' memory
-together, and to the time the mean rank's update. An interleaved pipeline lasts at least as long as
-a mean rank computes.
+together, and to the time the mean rank's update. With whole forwards and backwards the mean also
+has the hops to a stage and back, what of ZeRO's exchanges does not run beside all work, and the
+first rank's sum of gradients. An interleaved pipeline lasts at least as long as a mean rank
+computes.
 """
 
 import heapq
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
@@ -28,8 +30,9 @@ from stagewright.formulations.parallelism.pipeline_time import RankMemory, Stage
 from stagewright.formulations.parallelism.schedules import FORMS, Schedule, kept_forwards
 from stagewright.formulations.parallelism.states import held, update_seconds
 from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
-from stagewright.graphs.models.shards import Recompute
+from stagewright.graphs.models.shards import LayerSplit, Recompute
 from stagewright.solvers.parallelism.divisions import replicas
 from stagewright.solvers.parallelism.family import LayerFamily
 from stagewright.solvers.parallelism.space import Space, chosen
@@ -37,7 +40,7 @@ from stagewright.solvers.parallelism.space import Space, chosen
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """Plain pipelines that differ in their division, recomputation and placement alone.
+    """Plain pipelines that differ in their division and recomputation alone.
 
     None of them that fits takes less than ``bound``.
     """
@@ -77,12 +80,16 @@ class _Pipelines:
         return self.family.are_alone(self.data)
 
 
+ROUNDING = 1e-9
+
+
 class AnyDivision:
     """The plain pipelines of a space, and the bound on its interleaved ones."""
 
     def __init__(self, problem: TrainingProblem, space: Space) -> None:
         self.problem, self.space = problem, space
         self._families = list(self._pipelines())
+        self._parts: dict[tuple[LayerSplit, int, Schedule], float] = {}
 
     @cached_property
     def _repeats(self) -> list[Recompute]:
@@ -149,13 +156,13 @@ class AnyDivision:
         for bound, layout in self._closed(below()):
             heapq.heappush(heap, (bound, next(numbers), False, layout))
         while heap and heap[0][0] < below():
-            bound, number, is_last, layout = heapq.heappop(heap)
+            bound, _, is_last, layout = heapq.heappop(heap)
             if is_last:
                 yield Plain(bound, layout)
                 continue
-            bound = max(bound, self._with_memory(layout))
-            if bound < below():
-                heapq.heappush(heap, (bound, number, True, layout))
+            for inner, placed in self._placed(layout):
+                if max(bound, inner) < below():
+                    heapq.heappush(heap, (max(bound, inner), next(numbers), True, placed))
 
     def _closed(self, below: float) -> Iterator[tuple[float, Layout]]:
         """Bounds without the blocks that must be recomputed."""
@@ -168,21 +175,28 @@ class AnyDivision:
                     allowed &= self._busy(bounds, samples, schedule) < below
                     if not allowed.any():
                         continue
-                    least = self._filled(bounds, samples, schedule, 0.0)
+                    least = self._filled(bounds, samples, schedule)
                     for place in np.flatnonzero(allowed & (least < below)):
                         for layout in self._kept(bounds, samples, schedule, int(place)):
                             yield float(least[place]), layout
 
-    def _filled(self, bounds: _Pipelines, samples: int, schedule: Schedule, again: float) -> Floats:
-        """The bound of the module's text for every number of stages, with ``again`` more work."""
+    def _filled(self, bounds: _Pipelines, samples: int, schedule: Schedule) -> Floats:
+        """The bound of the module's text for every number of stages."""
         work, m = bounds.family.work(samples, "none", schedule), bounds.microbatches(samples)
-        ranks, total = bounds.ranks, float(work.total.sum()) + again
-        # Any layer may be recomputed, which only lengthens its backward.
-        longest = bounds.family.work(samples, self._most_repeated, schedule)
-        part = float((longest.forward / longest.total).min())
+        total, ranks = float(work.total.sum()), bounds.ranks
         there = (total - float(work.weight.sum())) * _filling(m, ranks, 1.0)
+        part = self._part(bounds.family, samples, schedule)
         found: Floats = np.maximum(there, total * _filling(m, ranks, part))
         return found
+
+    def _part(self, family: LayerFamily, samples: int, schedule: Schedule) -> float:
+        """The forward's part of the work, at the least."""
+        key = family.split, samples, schedule
+        if key not in self._parts:
+            # Any layer may be recomputed, which only lengthens its backward.
+            longest = family.work(samples, self._most_repeated, schedule)
+            self._parts[key] = float((longest.forward / longest.total).min())
+        return self._parts[key]
 
     def _kept(
         self, bounds: _Pipelines, samples: int, schedule: Schedule, place: int
@@ -204,47 +218,118 @@ class AnyDivision:
                 offload_optimizer=offload,
             )
 
-    def _with_memory(self, layout: Layout) -> float:
-        """The bound with the necessary recomputation and the update; infinite if nothing fits."""
-        bounds = next(one for one in self._families if one.family.split == layout.split)
-        place = int(np.flatnonzero(bounds.ranks == layout.pipeline)[0])
-        again = self._fewest(layout, bounds)
+    def _placed(self, layout: Layout) -> Iterator[tuple[float, Layout]]:
+        """The layout's placements with bounds on all that depends on them; none if nothing fits."""
+        family = next(one.family for one in self._families if one.family.split == layout.split)
+        again = self._fewest(StageCosts(self.problem, layout, family.shares), family)
         if again is None:
-            return inf
-        filled = self._filled(bounds, layout.microbatch, layout.schedule, again)
-        return float(filled[place]) + self._mean_update(layout, bounds)
+            return
+        every = tuple((share, "none", 1) for share in family.shares.every)
+        update = update_seconds(self.problem, layout, held(every, tied=False)) / layout.pipeline
+        for one in self.space.placements_of(layout):
+            placed = replace(layout, placement=one)
+            yield self._with_exchanges(placed, family, again) + update, placed
 
-    def _mean_update(self, layout: Layout, bounds: _Pipelines) -> float:
-        every = tuple((share, "none", 1) for share in bounds.family.shares.every)
-        return update_seconds(self.problem, layout, held(every, tied=False)) / layout.pipeline
-
-    def _fewest(self, layout: Layout, bounds: _Pipelines) -> float | None:
-        """Seconds of the recomputation that makes a microbatch fit; None if it never fits."""
-        saved, samples = self.problem.processor.saved_bytes, layout.microbatch
-        kinds = bounds.family.shares.kinds
-        costs = StageCosts(self.problem, layout, bounds.family.shares)
-        state = min(_state(costs.memory(((one, "none", 1),), 0.0)) for one in kinds)
-        whole = samples * min(saved(one, "none") for one in kinds)
-        least = samples * min(saved(one, kind) for one in kinds for kind in self._repeats)
-        ranks = np.arange(layout.pipeline)
+    def _with_exchanges(self, layout: Layout, family: LayerFamily, again: float) -> float:
+        """The bound with recomputation, hops, ZeRO's exchanges and a rank's sum of gradients."""
+        sizes, samples = self.problem.precision, layout.microbatch
+        schedule, p = layout.schedule, layout.pipeline
         m = layout.microbatches(self.problem.batch)
-        kept = kept_forwards(layout.schedule, layout.pipeline, 1, m, ranks, np.zeros_like(ranks))
-        room = self.problem.fabric.memory_bytes - self.problem.reserve_bytes
-        blocks = self.problem.architecture.layers
-        if (room // (state + kept * least)).sum() < blocks:
+        rates = family.rates_of(p, schedule)[-(layout.placement == "pipeline-inside")].tolist()
+        start, each, _, shared, _, expert, tied = rates
+        hop = start + each * family.sent_bytes(samples)
+        gathered, trained = (
+            one.shared * shared + one.expert * expert for one in (family.parameters, family.trained)
+        )
+        gradients, weights = trained * sizes.gradient_bytes, trained * sizes.weight_bytes
+        work = family.work(samples, "none", schedule)
+        forward, total = float(work.forward.sum()), float(work.total.sum()) + again
+        returned = total - float(work.weight.sum())
+        moved = float(gathered.sum()) * sizes.weight_bytes * (layout.zero == 3)
+        there = self._beside(forward, moved)
+        moved += float(gradients.sum()) * (layout.zero >= 2)
+        there += self._beside(returned - forward, moved)
+        # The exchange of a rank's mean layer, of which only the last is seen.
+        last = (2 * gradients, gradients + weights, weights, 0 * weights)[layout.zero].min()
+        part = self._part(family, samples, schedule)
+        least = _last_weight(m, p, part) * (there - returned)
+        found: float = float(last) + max(
+            there * float(_filling(m, p, 1.0)) + 2 * hop * _mean_stage(m, p, 1.0) + tied,
+            (total + least) * float(_filling(m, p, part)) + hop * _mean_stage(m, p, part),
+            m * _slowest_stage(work.total, p),
+        )
+        return found
+
+    def _beside(self, work: float, moved: float) -> float:
+        """Seconds of all stages' work and exchanges, at the least; see ``StageCosts.beside``.
+
+        With a contention of at most 1, a sum of stages takes no less than their sums.
+        """
+        if not self.problem.overlap:
+            return work + moved
+        contention = min(self.problem.reached.contention, 1.0)
+        return max(work, moved) + contention * min(work, moved)
+
+    def _fewest(self, costs: StageCosts, family: LayerFamily) -> float | None:
+        """Seconds of the recomputation that makes a microbatch fit; None if it never fits."""
+        layout, saved, m = costs.layout, self.problem.processor.saved_bytes, costs.layout.microbatch
+        kinds, p = family.shares.kinds, layout.pipeline
+        alone = [costs.memory(((one, "none", 1),), 0.0) for one in kinds]
+        state = min(map(_state, alone))
+        whole = m * min(saved(one, "none") for one in kinds)
+        least = m * min(saved(one, kind) for one in kinds for kind in self._repeats)
+        again = m * min(saved(x, "none") - saved(x, kind) for x in kinds for kind in self._repeats)
+        ranks, number = np.arange(p), layout.microbatches(self.problem.batch)
+        kept = kept_forwards(layout.schedule, p, 1, number, ranks, np.zeros_like(ranks))
+        room = np.full(p, self.problem.fabric.memory_bytes * (1 + RELATIVE_TOLERANCE))
+        room -= self.problem.reserve_bytes
+        for rank, end in ((0, family.shares.embedding), (-1, family.shares.head)):
+            room[rank] -= _state(costs.memory(((end, "none", 1),), 0.0))
+            room[rank] -= kept[rank] * m * saved(end, "none")
+        if room.min() < 0:
             return None
-        must = max(0.0, blocks - float((room // (state + kept * whole)).sum()))
-        each = bounds.family.repeated_seconds(samples, layout.schedule, self._repeats)
-        return must * each
+        blocks = self.problem.architecture.layers
+        room -= min(one.buffers for one in alone)
+        fit = np.maximum(room // (state + kept * whole), 0)
+        # The backward of a block that is recomputed holds again what was freed.
+        if np.maximum(fit, (room - again) // (state + kept * least)).sum() < blocks:
+            return None
+        must = max(0.0, blocks - float(fit.sum()))
+        return must * family.repeated_seconds(m, layout.schedule, self._repeats)
 
 
-def _filling(microbatches: Ints, ranks: Ints, part: float) -> Floats:
+def _slowest_stage(of_layers: Floats, stages: int) -> float:
+    """The least time of the slowest stage, where all blocks take as long as the quickest."""
+    first, last, block = float(of_layers[0]), float(of_layers[-1]), float(of_layers[1:-1].min())
+    blocks = len(of_layers) - 2
+    every = np.add.outer((0.0, first, last), block * np.arange(blocks + 1)).ravel()
+    every = every[every >= max(first, last)]
+    has = [np.floor((every - one) / block + ROUNDING) for one in (first, last, 0.0)]
+    return float(every[has[0] + has[1] + (stages - 2) * has[2] >= blocks].min())
+
+
+def _filling(microbatches: Ints | int, ranks: Ints | int, part: float) -> Floats:
     """Least time of a pipeline over the work of a microbatch, by number of ranks.
 
     None are allowed without a microbatch; what is found for them is not looked at.
     """
     m = np.maximum(microbatches, 1)
     found: Floats = part / (1 - (1 - part / m) ** ranks) if part else m / ranks
+    return found
+
+
+def _mean_stage(microbatches: int, ranks: int, part: float) -> float:
+    """The mean position of a stage, where stages count so that all of their times count alike."""
+    stays = 1 - part / microbatches
+    if stays == 1:
+        return (ranks - 1) / 2
+    before = ranks - 1 - stays * (1 - stays ** (ranks - 1)) / (1 - stays)
+    return before / (1 - stays**ranks)
+
+
+def _last_weight(microbatches: int, ranks: int, part: float) -> float:
+    """How much the first stage counts, which counts least, over the last stage."""
+    found: float = (1 - part / microbatches) ** (ranks - 1)
     return found
 
 

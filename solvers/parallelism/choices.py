@@ -1,11 +1,10 @@
-"""A microbatch, its recomputation and schedule: bounds on the time of all their pipelines.
+"""Recomputation and schedule: bounds on the time of all their pipelines, of all microbatches.
 
-Lower bounds of all divisions of a pipeline at once, for layers that are divided in one way.
-
-The arguments are those of ``Parts.least_seconds`` and ``Parts.least_bytes``. Arrays are by
-division, by (division, rank), or by entry.
+The arguments are those of ``Parts.least_seconds``. Arrays are by division, by (division, rank), or
+by entry.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,140 +12,11 @@ import numpy as np
 
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.schedules import FORMS, Schedule
-from stagewright.formulations.parallelism.states import state_rule
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.models.modules import OFFLOAD
 from stagewright.graphs.models.shards import Recompute
-from stagewright.solvers.parallelism.divisions import Sized
-from stagewright.solvers.parallelism.family import LayerFamily, LayerParameters, SplitLayerWork
-
-ROUNDING = 1e-9
-
-
-@dataclass(frozen=True, slots=True)
-class Keeping:
-    """Where states are kept: ZeRO's stage, and whether the optimizer's state is offloaded."""
-
-    zero: int
-    offload: bool
-
-
-class Bounds:
-    """Bounds for the layers of a family and the divisions of a microbatch."""
-
-    def __init__(self, family: LayerFamily, sized: Sized) -> None:
-        self.family, self.sized, self.table = family, sized, sized.table
-        self.problem = family.problem
-        self.of = self.table.division_of_rank
-
-    @cached_property
-    def allowed(self) -> Bools:
-        """Divisions in which the experts can be divided evenly."""
-        return self.family.can_divide_experts(self.sized.data, self.sized.schedule)
-
-    # Memory.
-
-    @cached_property
-    def held(self) -> LayerParameters:
-        """Every rank's parameters."""
-        return self.family.parameters.each(self.table.by_rank)
-
-    @cached_property
-    def trained(self) -> LayerParameters:
-        """Every rank's parameters that are trained."""
-        if self.family.trained is self.family.parameters:
-            return self.held
-        return self.family.trained.each(self.table.by_rank)
-
-    def _part(self, of: LayerParameters) -> Floats:
-        """A rank's part of its parameters if ranks with equal parameters divide them."""
-        split = self.family.split
-        ranks = split.context * self.sized.data
-        experts = np.maximum(1, split.tensor * ranks // split.expert)
-        found: Floats = of.shared / ranks[self.of] + of.expert / experts[self.of]
-        return found
-
-    @cached_property
-    def _trained_part(self) -> Floats:
-        return self._part(self.trained)
-
-    @cached_property
-    def alone(self) -> Bools:
-        """Divisions in which no two ranks have the same parameters."""
-        return self.family.are_alone(self.sized.data)
-
-    def room(self, memory: float, keeping: Keeping) -> Floats:
-        """Bytes that every rank has for activations."""
-        room = np.full(len(self.of), memory - self.problem.reserve_bytes)
-        alone, in_pipeline = (self._states(keeping, one) for one in (False, True))
-        room -= np.where(self.table.pipeline[self.of] > 1, in_pipeline, alone)
-        return room
-
-    def _states(self, keeping: Keeping, in_pipeline: bool) -> Floats:
-        """Bytes of every rank's states, if all are in pipelines or none is."""
-        rule = state_rule(
-            self.problem, keeping.zero, offload=keeping.offload, in_pipeline=in_pipeline
-        )
-        part, whole = self._trained_part, self.trained.all
-        each = (rule.weights, rule.gradients, rule.optimizer)
-        found = sum((size * (part if one else whole) for size, one in each), np.zeros(len(whole)))
-        if self.trained is self.held:
-            return found
-        divided = rule.weights[1]
-        every = self._part(self.held) if divided else self.held.all
-        frozen: Floats = every - (part if divided else whole)
-        return found + frozen * self.problem.precision.weight_bytes
-
-    def kept(self, recompute: Recompute) -> Floats:
-        """Bytes of activations that every rank keeps at the least."""
-        saved = self.table.by_entry(self.family.saved(recompute))
-        return self.table.sum_by_rank(self.sized.flying * saved)
-
-    def fits(self, short: Floats) -> Bools:
-        """Which divisions may fit, if every rank is ``short`` of so many bytes."""
-        found: Bools = self.table.most(short) <= 0
-        return found
-
-    def fewest(self, short: Floats, least: int) -> Ints:
-        """A lower bound on the blocks of every stage that are recomputed, ``least`` or more.
-
-        A block frees at most ``LayerFamily.freed`` of every sample of its stage. Where even all
-        blocks are too few the number is larger than that of any stage.
-        """
-        table, each = self.table, self.family.freed
-        needed = short * (1 - ROUNDING) / (each * np.maximum(self.sized.flying_with_blocks, 1))
-        found = np.maximum(least, np.ceil(table.most(needed))).astype(np.int64)
-        enough = self.fits(short - each * self.sized.flying_blocks)
-        return np.where(enough, np.minimum(found, table.most_blocks), table.most_blocks + 1)
-
-    # Time.
-
-    @cached_property
-    def rates(self) -> Floats:
-        """(4, ranks) start and rate of gathering shared and experts' parameters, at the least."""
-        found: Floats = self.family.rates(self.table.pipeline, self.sized.schedule)[2:, self.of]
-        return found
-
-    @cached_property
-    def hops(self) -> Floats:
-        """Seconds from the first rank to every other, for the nearer of the placements."""
-        found: Floats = self.hop_seconds(self.table.pipeline)[self.of] * self.table.rank
-        return found
-
-    def hop_seconds(self, pipelines: Ints) -> Floats:
-        """Seconds from a rank to the next, for pipelines of so many ranks."""
-        start, per_byte = self.family.rates(pipelines, self.sized.schedule)[:2]
-        width = self.family.shares.sent / self.family.split.tensor
-        moved = self.sized.samples * width * self.problem.precision.activation_bytes
-        found: Floats = start + per_byte * moved
-        return found
-
-    def update(self, keeping: Keeping) -> Floats:
-        """Seconds of every rank's update; none where the optimizer is offloaded."""
-        if keeping.offload:
-            return np.zeros(len(self.of))
-        number = self._trained_part if keeping.zero else self.trained.all
-        return self.problem.processor.update_seconds(number)
+from stagewright.solvers.parallelism.bounds import Bounds, Keeping
+from stagewright.solvers.parallelism.family import LayerParameters, SplitLayerWork
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,59 +31,66 @@ class Choice:
     least: Recompute
     schedule: Schedule
 
-    @property
-    def samples(self) -> int:
-        """The number of samples of a microbatch."""
-        return self.bounds.sized.samples
-
     @cached_property
     def work(self) -> SplitLayerWork:
-        """The shortest times of the layers."""
-        return self.bounds.family.work(self.samples, self.least, self.schedule)
+        """(sizes, L + 2) shortest times of the layers."""
+        return self.works(self.least, self.schedule)
 
     @cached_property
     def longest(self) -> SplitLayerWork:
         """The longest times of the layers, which show all of their exchange."""
         shown: Schedule = "zero-bubble" if FORMS[self.schedule].is_split else "1f1b"
-        return self.bounds.family.work(self.samples, self.recompute, shown)
+        return self.works(self.recompute, shown)
+
+    def works(self, recompute: Recompute, schedule: Schedule) -> SplitLayerWork:
+        """(sizes, L + 2) times of the layers."""
+        sizes = self.bounds.sized.sizes
+        every = [self.bounds.family.work(one, recompute, schedule) for one in sizes]
+        return SplitLayerWork(
+            np.stack([one.total for one in every]),
+            np.stack([one.forward for one in every]),
+            np.stack([one.weight for one in every]),
+        )
 
     @cached_property
-    def filled(self) -> tuple[Floats, Floats]:
+    def filled(self) -> Floats:
         """Two bounds per rank: its work with the way there and back, up to the rank's own end.
 
         The first lasts until the first rank's last (input) gradient, the second until the rank's
-        own last computation.
+        own last computation. Hops are not among them.
         """
         of, work, table = self.bounds, self.work, self.bounds.table
         m = of.sized.of_rank
         returned = work.total - work.weight
-        there = table.before(returned) + 2 * of.hops + m * table.by_rank(returned)
+        there = table.before(returned) + m * table.by_rank(returned)
         done = table.sum_by_rank(of.sized.first_forwards * table.by_entry(work.forward))
-        first = float(work.forward.sum()) + table.after(returned - work.forward)
-        return there, first - done + m * table.by_rank(work.total)
+        first = work.forward.sum(axis=1)[table.size[of.of]] + table.after(returned - work.forward)
+        return np.array((there, first - done + m * table.by_rank(work.total)))
 
     @cached_property
     def seconds(self) -> Floats:
         """A bound for every division under any ZeRO stage; infinite for a division not allowed."""
-        most = self.bounds.table.most(np.maximum(*self.filled))
+        most = self.bounds.table.most(np.max(self.filled + self.bounds.hops(None), axis=0))
         return np.where(self.bounds.allowed, most, np.inf)
 
     def again(self, fewest: Ints) -> Floats:
         """Seconds of every entry to recompute the fewest blocks for a microbatch."""
         table = self.bounds.table
-        once = self.bounds.family.repeated_seconds(self.samples, self.schedule)
-        found: Floats = once * np.minimum(table.blocks, fewest[table.division_of_entry])
+        repeated, sizes = self.bounds.family.repeated_seconds, self.bounds.sized.sizes
+        once = np.array([repeated(one, self.schedule) for one in sizes])[table.size]
+        of = table.division_of_entry
+        found: Floats = once[of] * np.minimum(table.blocks, fewest[of])
         return found
 
     def with_keeping(self, keeping: Keeping, again: Floats | None) -> Floats:
         """The bound for every division, with the time of ZeRO, the update and recomputation."""
         bounds, table = self.bounds, self.bounds.table
         after = self._after(keeping)
-        there, here = self.filled
+        there, here = self.filled + bounds.hops(keeping.placement)
         each = self._waiting(keeping, again)
         if each is not None:
             more = bounds.sized.of_rank * table.sum_by_rank(each)
-            there, here = there + more, here + more
+            there, here = there + more + table.sum_before(each), here + more
         pipeline = table.most(there) + after[table.first_rank]
         ends = np.maximum(pipeline, table.most(here + after))
         found: Floats = ends + table.most(bounds.update(keeping))
@@ -226,35 +103,35 @@ class Choice:
         """
         if keeping.zero < 2 or FORMS[self.schedule].pairs:
             return again
-        table, problem = self.bounds.table, self.bounds.problem
+        bounds, table, problem = self.bounds, self.bounds.table, self.bounds.problem
         repeated = 0.0 if again is None else again
-        family, sizes = self.bounds.family, problem.precision
-        gradients = self._each_gather(family.trained, sizes.gradient_bytes)
+        family, sizes = bounds.family, problem.precision
+        rates = bounds.rates(keeping.placement)[:, table.rank_of_entry]
+        gradients = self._each_gather(family.trained, rates, sizes.gradient_bytes)
         weights = np.zeros_like(gradients)
         if keeping.zero == 3:
-            weights = self._each_gather(family.parameters, sizes.weight_bytes)
+            weights = self._each_gather(family.parameters, rates, sizes.weight_bytes)
         if not problem.overlap:
             alone: Floats = repeated + 2 * weights + gradients
             return alone
         forward = table.by_entry(self.work.forward)
         backward = table.by_entry(self.work.total - self.work.weight) - forward + repeated
-        seen: Floats = np.maximum(weights - forward, 0.0)
-        return repeated + seen + np.maximum(weights + gradients - backward, 0.0)
+        return repeated + self._seen(forward, weights) + self._seen(backward, weights + gradients)
 
-    def _each_gather(self, of: LayerParameters, bytes_each: float) -> Floats:
-        """Seconds of every entry to gather its parameters."""
-        table = self.bounds.table
-        return self._gather(of.each(table.by_entry), self._entry_rates, bytes_each)
-
-    @cached_property
-    def _entry_rates(self) -> Floats:
-        found: Floats = self.bounds.rates[:, self.bounds.table.rank_of_entry]
+    def _seen(self, work: Floats, moved: Floats) -> Floats:
+        """By how much an exchange beside work makes it longer; see ``StageCosts.beside``."""
+        contention = self.bounds.problem.reached.contention
+        found: Floats = np.maximum(moved - work, 0.0) + contention * np.minimum(work, moved)
         return found
+
+    def _each_gather(self, of: LayerParameters, rates: Floats, bytes_each: float) -> Floats:
+        """Seconds of every entry to gather its parameters."""
+        return self._gather(of.each(self.bounds.table.by_entry), rates, bytes_each)
 
     @staticmethod
     def _gather(of: LayerParameters, rates: Floats, bytes_each: float) -> Floats:
-        """Seconds of gathering parameters, in the placement where quicker."""
-        start, per_byte, expert_start, expert_per_byte = rates
+        """Seconds of gathering parameters."""
+        start, per_byte, expert_start, expert_per_byte, _ = rates
         starts = np.where(of.shared > 0, start, 0.0) + np.where(of.expert > 0, expert_start, 0.0)
         each = of.shared * per_byte + of.expert * expert_per_byte
         found: Floats = starts + each * bytes_each
@@ -264,10 +141,11 @@ class Choice:
         """Every rank's exchange of gradients and weights, beside the ``longest`` possible work."""
         problem, layers = self.bounds.problem, self._layers
         bounds, sizes = self.bounds, problem.precision
-        gradients = self._gather(bounds.trained, bounds.rates, sizes.gradient_bytes)
+        rates = bounds.rates(keeping.placement)
+        gradients = self._gather(bounds.trained, rates, sizes.gradient_bytes)
         gathered = bounds.held if keeping.zero == 3 else bounds.trained
-        weights = self._gather(gathered, bounds.rates, sizes.weight_bytes)
-        alone = np.zeros(len(layers))
+        weights = self._gather(gathered, rates, sizes.weight_bytes)
+        alone: Floats = rates[4].copy()
         if keeping.zero >= 2 and problem.overlap:
             forward, backward = self._forward_and_backward(self.work)
             alone += np.minimum(gradients / layers, backward)
@@ -277,14 +155,14 @@ class Choice:
         gradients = {0: 2, 1: 1, 2: 0}[keeping.zero] * gradients
         weights = min(keeping.zero, 1) * weights
         if not problem.overlap:
-            return gradients + weights
+            return alone + gradients + weights
         first, last = self._longest
         seen: Floats = np.maximum(gradients - last, gradients / layers)
         return alone + seen + np.maximum(weights - first, weights / layers)
 
     @cached_property
     def _layers(self) -> Floats:
-        return self.bounds.table.by_rank(np.ones(len(self.work.total)))
+        return self.bounds.table.by_rank(np.ones(self.bounds.table.layers + 2))
 
     def _forward_and_backward(self, work: SplitLayerWork) -> tuple[Floats, Floats]:
         forward = self.bounds.table.by_rank(work.forward)
@@ -305,13 +183,14 @@ class Choice:
             context=split.context,
             data=int(self.bounds.sized.data[division]) // copies,
             expert=split.expert,
-            microbatch=self.samples,
+            microbatch=int(self.bounds.sized.samples[division]),
             chunks=int(table.chunks[division]) // copies,
             schedule=self.schedule,
             recompute=self.recompute,
             sequence_parallel=split.sequence_parallel,
             zero=keeping.zero,
             offload_optimizer=keeping.offload,
+            placement=keeping.placement,
             first_blocks=None if table.is_even[division] else ends[0],
             last_blocks=None if table.is_even[division] else ends[1],
         )
@@ -336,12 +215,16 @@ class DividedChoice:
 
 
 def divided(
-    choice: Choice, keeping: Keeping, room: Floats, least: int | None, worst: float, differs: Bools
-) -> DividedChoice | None:
+    choice: Choice,
+    placed: Sequence[tuple[Keeping, Bools]],
+    room: Floats,
+    least: int | None,
+    worst: float,
+) -> Iterator[DividedChoice | None]:
     """The divisions with ``room`` for activations and a bound below ``worst``; None if none is.
 
-    At least ``least`` blocks of a stage are recomputed; with None all are as the choice says. Only
-    divisions that ``differs`` marks are considered.
+    At least ``least`` blocks of a stage are recomputed; with None all are as the choice says. Of
+    every placement only the divisions that are marked are considered.
     """
     bounds, fewest, again = choice.bounds, None, None
     if least is not None:
@@ -350,20 +233,21 @@ def divided(
         fits = fewest <= bounds.table.most_blocks
     else:
         fits = bounds.fits(bounds.kept(choice.recompute) - room)
-    return _ordered(choice, keeping, fewest, again, fits & differs, worst)
+    for keeping, differs in placed:
+        yield _ordered(choice, keeping, fewest, again, fits & differs, worst)
 
 
 def divided_by_modules(
     choice: Choice, keeping: Keeping, room: Floats, modules: Recompute, worst: float, differs: Bools
 ) -> DividedChoice | None:
     """As :func:`divided`, with all blocks recomputing modules; or with offload, in one stage."""
-    bounds, of = choice.bounds, choice.bounds.family
+    bounds = choice.bounds
     if modules == OFFLOAD:
         differs = differs & (bounds.table.pipeline == 1)
     differs = differs & bounds.fits(bounds.kept(modules) - room)
     if not differs.any():
         return None
-    longer = of.work(choice.samples, modules, choice.schedule).total - choice.work.total
+    longer = choice.works(modules, choice.schedule).total - choice.work.total
     again = bounds.table.by_entry(longer)
     return _ordered(choice, keeping, None, again, differs, worst)
 
@@ -377,7 +261,6 @@ def _ordered(
     worst: float,
 ) -> DividedChoice | None:
     """The divisions with a bound below ``worst``, in the order of their bounds."""
-    fits = fits & (choice.seconds < worst)
     if not fits.any():
         return None
     bound = choice.with_keeping(keeping, again)

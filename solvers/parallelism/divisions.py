@@ -16,12 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from stagewright.formulations.parallelism.schedules import (
-    FORMS,
-    Schedule,
-    first_forwards,
-    kept_forwards,
-)
+from stagewright.formulations.parallelism.schedules import FORMS, Schedule
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.documents.units import MAX_MICROBATCHES
 
@@ -72,6 +67,7 @@ class DivisionGroups:
             first=first,
             middle=self.middle[of],
             last=self.ends[of] - first,
+            size=np.zeros_like(of),
         )
 
 
@@ -98,7 +94,9 @@ class DivisionTable:
     """Divisions of ``layers`` blocks in flat arrays.
 
     Fields have the blocks of the first stage, of every one between the ends, and of the last; a
-    single stage is the first. Other arrays have an entry per chunk of every rank, rank by rank.
+    single stage is the first. ``size`` is the place of the samples of a microbatch in a list; the
+    quantities of layers are (L + 2,), or (sizes, L + 2) if they depend on it.
+    Other arrays have an entry per chunk of every rank, rank by rank.
     ``starts`` and ``stops`` are positions in the model's layers (0 is the embedding, the last the
     head), ``blocks`` those of the stage; these, ``rank_of`` and ``chunk_of`` belong to the entries.
     Stages are placed in a loop, or ``in_v``.
@@ -111,11 +109,12 @@ class DivisionTable:
     first: Ints
     middle: Ints
     last: Ints
+    size: Ints
 
     def __len__(self) -> int:
         return len(self.pipeline)
 
-    def only(self, kept: Bools) -> "DivisionTable":
+    def only(self, kept: Bools | Ints) -> "DivisionTable":
         """The divisions that are ``kept``."""
         return _only(self, kept)
 
@@ -208,7 +207,8 @@ class DivisionTable:
         return found
 
     @cached_property
-    def _is_last(self) -> Bools:
+    def is_last(self) -> Bools:
+        """Whether every entry's stage is the last."""
         found: Bools = self._stage == self.stages[self.division_of_entry] - 1
         return found
 
@@ -216,7 +216,7 @@ class DivisionTable:
     def blocks(self) -> Ints:
         """The blocks of every entry's stage."""
         of = self.division_of_entry
-        inner = np.where(self._is_last, self.last[of], self.middle[of])
+        inner = np.where(self.is_last, self.last[of], self.middle[of])
         return np.where(self._stage == 0, self.first[of], inner)
 
     @cached_property
@@ -231,7 +231,7 @@ class DivisionTable:
         """The layer after the last of every entry's stage."""
         of = self.division_of_entry
         before = 1 + self.first[of] + self._stage * self.middle[of]
-        return np.where(self._is_last, self.layers + 2, before)
+        return np.where(self.is_last, self.layers + 2, before)
 
     def by_rank(self, of_layers: Floats) -> Floats:
         """Sums of a quantity of the layers over every rank's stages."""
@@ -240,7 +240,19 @@ class DivisionTable:
     def by_entry(self, of_layers: Floats) -> Floats:
         """Sums of a quantity of the layers over every stage."""
         prefix = _prefix(of_layers)
-        found: Floats = prefix[self.stops] - prefix[self.starts]
+        found: Floats = self._at(prefix, self.stops) - self._at(prefix, self.starts)
+        return found
+
+    def _at(self, prefix: Floats, place: Ints, entries: Ints | slice = slice(None)) -> Floats:
+        """The sums before the layers at the ``place`` of entries."""
+        if prefix.ndim == 2:
+            place = place + self._size_of_entry[entries] * prefix.shape[1]
+        found: Floats = prefix.ravel()[place]
+        return found
+
+    @cached_property
+    def _size_of_entry(self) -> Ints:
+        found: Ints = self.size[self.division_of_entry]
         return found
 
     def sum_by_rank(self, of_entries: Floats) -> Floats:
@@ -248,17 +260,24 @@ class DivisionTable:
         found: Floats = np.add.reduceat(of_entries, self.first_entry)
         return found
 
+    def sum_before(self, of_entries: Floats) -> Floats:
+        """Sums of the first entries of the ranks before every rank."""
+        first = of_entries[self.first_entry]
+        before: Floats = np.cumsum(first) - first
+        found: Floats = before - before[self.first_rank][self.division_of_rank]
+        return found
+
     def before(self, of_layers: Floats) -> Floats:
         """Sums over the layers before every rank's first stage."""
-        prefix = _prefix(of_layers)
-        found: Floats = prefix[self.starts[self.first_entry]]
-        return found
+        first = self.first_entry
+        return self._at(_prefix(of_layers), self.starts[first], first)
 
     def after(self, of_layers: Floats) -> Floats:
         """Sums over the layers after every rank's last stage."""
-        prefix = _prefix(of_layers)
         last = self.first_entry + self._entries - 1
-        found: Floats = prefix[-1] - prefix[self.stops[last]]
+        prefix = _prefix(of_layers)
+        every = self._at(prefix, np.full(len(last), self.layers + 2), last)
+        found: Floats = every - self._at(prefix, self.stops[last], last)
         return found
 
     def most(self, of_ranks: Floats) -> Floats:
@@ -267,68 +286,13 @@ class DivisionTable:
         return found
 
 
-@dataclass(frozen=True, eq=False)
-class Sized:
-    """The divisions that a microbatch of ``samples`` and a schedule allow.
-
-    ``data`` and ``microbatches`` are the replicas of every division, and the microbatches of each.
-    """
-
-    table: DivisionTable
-    samples: int
-    data: Ints
-    microbatches: Ints
-    schedule: Schedule
-
-    @cached_property
-    def flying(self) -> Floats:
-        """The samples that every entry keeps; see ``schedules.kept_forwards``."""
-        return self.samples * kept_forwards(self.schedule, *self._sizes).astype(np.float64)
-
-    @cached_property
-    def flying_with_blocks(self) -> Floats:
-        """The samples that every rank keeps of stages with blocks."""
-        return self.table.sum_by_rank(self.flying * (self.table.blocks > 0))
-
-    @cached_property
-    def flying_blocks(self) -> Floats:
-        """For every rank, the sum over its kept samples of their blocks."""
-        return self.table.sum_by_rank(self.flying * self.table.blocks)
-
-    @cached_property
-    def first_forwards(self) -> Floats:
-        """Per entry, the forwards before the first backward; see ``schedules``."""
-        return first_forwards(self.schedule, *self._sizes).astype(np.float64)
-
-    @cached_property
-    def of_rank(self) -> Ints:
-        """The microbatches of every rank."""
-        found: Ints = self.microbatches[self.table.division_of_rank]
-        return found
-
-    @property
-    def _sizes(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        table, of = self.table, self.table.division_of_entry
-        sizes = (each[of] for each in (table.pipeline, table.chunks, self.microbatches))
-        p, v, m = sizes
-        return p, v, m, table.rank_of, table.chunk_of
-
-
-def sized(
-    table: DivisionTable, left: int, batch: int, samples: int, schedule: Schedule
-) -> Sized | None:
-    """The divisions of ``left`` ranks that the rules on microbatches allow; None if there are none.
-
-    A replica has a whole number of microbatches.
-    """
-    data, m, kept = replicas(table.pipeline, table.chunks, left, batch, samples, schedule)
-    if not kept.any():
-        return None
-    return Sized(table.only(kept), samples, data[kept], m[kept], schedule)
-
-
 def replicas(
-    pipeline: Ints, chunks: Ints | int, left: int, batch: int, samples: int, schedule: Schedule
+    pipeline: Ints,
+    chunks: Ints | int,
+    left: int,
+    batch: int,
+    samples: Ints | int,
+    schedule: Schedule,
 ) -> tuple[Ints, Ints, Bools]:
     """Replicas, microbatches of each, and whether the rules on microbatches allow them."""
     form, data = FORMS[schedule], left // pipeline
@@ -348,10 +312,11 @@ def _only(of: _Divided, kept: Bools | Ints) -> _Divided:
 
 def _prefix(of_layers: Floats) -> Floats:
     """Sums over the layers before each, and over all."""
-    found: Floats = np.concatenate(([0.0], np.cumsum(of_layers)))
+    found = np.zeros((*of_layers.shape[:-1], of_layers.shape[-1] + 1))
+    np.cumsum(of_layers, axis=-1, out=found[..., 1:])
     return found
 
 
 def _offsets(sizes: Ints) -> Ints:
-    found: Ints = np.concatenate(([0], np.cumsum(sizes)[:-1]))
+    found: Ints = np.cumsum(sizes) - sizes
     return found

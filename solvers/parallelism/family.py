@@ -3,13 +3,15 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from stagewright.formulations.parallelism.layer_times import share_time
-from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.parallelism.layout import Layout, Placement
 from stagewright.formulations.parallelism.parts import shares
 from stagewright.formulations.parallelism.schedules import FORMS, Schedule
+from stagewright.formulations.parallelism.states import tied_seconds
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.prices.collectives import gather_seconds, pace
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
@@ -54,7 +56,7 @@ class LayerFamily:
         self.left = problem.fabric.devices // self.replica
         self._works: dict[tuple[int, Recompute, Schedule], SplitLayerWork] = {}
         self._saved: dict[Recompute, Floats] = {}
-        self._rates_of: dict[tuple[int, Schedule], tuple[float, ...]] = {}
+        self._rates_of: dict[tuple[int, Schedule], Floats] = {}
 
     @cached_property
     def every(self) -> tuple[LayerShare, ...]:
@@ -182,35 +184,74 @@ class LayerFamily:
     @cached_property
     def freed(self) -> float:
         """Bytes of a sample that the recomputation of a block frees at the most."""
+        return max(self._freed)
+
+    @property
+    def least_freed(self) -> float:
+        """Bytes of a sample that the recomputation of any block frees."""
+        return min(self._freed)
+
+    @cached_property
+    def _freed(self) -> list[float]:
         saved = self.problem.processor.saved_bytes
-        return max(saved(one, "none") - saved(one, "full") for one in self.shares.kinds)
+        return [saved(one, "none") - saved(one, "full") for one in self.shares.kinds]
 
-    def rates(self, pipelines: Ints, schedule: Schedule = "1f1b") -> Floats:
-        """(6, pipelines) start and time per byte, for the placement where each is least.
+    def rates(self, pipelines: Ints, schedule: Schedule, placement: Placement | None) -> Floats:
+        """(7, pipelines) start and time per byte in a placement; without one, each at the least.
 
-        Of a hop to the next stage, and of gathering shared and experts' parameters.
+        Of a hop to the next stage, and of gathering shared and experts' parameters; and the seconds
+        that the first and the last rank take to sum the gradients of a tied table.
         """
         distinct, place = np.unique(pipelines, return_inverse=True)
-        kind: Schedule = schedule if FORMS[schedule].copies > 1 else "1f1b"  # all others are alike
-        for one in distinct.tolist():
-            if (one, kind) not in self._rates_of:
-                self._rates_of[one, kind] = self._rates(one, kind)
-        found: Floats = np.array([self._rates_of[one, kind] for one in distinct.tolist()])[place].T
+        every = [self.rates_of(one, schedule) for one in distinct.tolist()]
+        if placement is None:
+            rows = [one.min(axis=0) for one in every]
+        else:
+            rows = [one[-(placement == "pipeline-inside")] for one in every]
+        found: Floats = np.array(rows)[place].T
         return found
 
-    def _rates(self, pipeline: int, schedule: Schedule) -> tuple[float, ...]:
-        each = [
-            (
-                *self._hop_rate(one.pipeline_group),
-                *self._gather_rate(one.data_group),
-                *self._gather_rate(one.expert_group),
+    def hop_seconds(
+        self,
+        pipelines: Ints,
+        samples: Ints | int,
+        schedule: Schedule,
+        placement: Placement | None = None,
+    ) -> Floats:
+        """Seconds from a rank to the next, for pipelines of so many ranks."""
+        start, per_byte = self.rates(pipelines, schedule, placement)[:2]
+        found: Floats = start + per_byte * self.sent_bytes(samples)
+        return found
+
+    def sent_bytes(self, samples: Ints | int) -> Any:
+        """Bytes that a rank sends to the next stage."""
+        width = self.shares.sent / self.split.tensor
+        return samples * width * self.problem.precision.activation_bytes
+
+    def rates_of(self, pipeline: int, schedule: Schedule) -> Floats:
+        """(placements, 7) the same of a pipeline: nearer data ranks, then nearer stages if it can.
+
+        Those of schedules with one copy of the stages are alike.
+        """
+        key: tuple[int, Schedule] = (pipeline, schedule if FORMS[schedule].copies > 1 else "1f1b")
+        if key not in self._rates_of:
+            self._rates_of[key] = np.array(
+                [
+                    (
+                        *self._hop_rate(one.pipeline_group),
+                        *self._gather_rate(one.data_group),
+                        *self._gather_rate(one.expert_group),
+                        tied_seconds(self.problem, one, self.shares.head),
+                    )
+                    for one in self._placed(pipeline * FORMS[schedule].copies, key[1])
+                ]
             )
-            for one in self._placed(pipeline * FORMS[schedule].copies, schedule)
-        ]
-        return tuple(min(column) for column in zip(*each, strict=True))
+        return self._rates_of[key]
 
     def _hop_rate(self, group: Group) -> tuple[float, float]:
         """Latency and seconds per byte of a hop over the way with the least bandwidth."""
+        if not self.problem.charges("pipeline transfers"):
+            return 0.0, 0.0
         ways = links(self.problem.fabric, group).ways
         rates = ((pace(way.pair_bytes_per_second), way.latency_seconds) for way in ways)
         per_byte, start = max(rates, default=(0.0, 0.0))
@@ -218,6 +259,8 @@ class LayerFamily:
 
     def _gather_rate(self, group: Group) -> tuple[float, float]:
         """Latency and seconds per byte of an all-gather over the slowest way."""
+        if not self.problem.charges("data exchange"):
+            return 0.0, 0.0
         of, size = links(self.problem.fabric, group), 1e9
         if len(of.ways) > 1:
             slowest = max(of.ways, key=lambda way: gather_seconds(GroupWays(of.size, (way,)), size))

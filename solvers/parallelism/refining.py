@@ -10,20 +10,19 @@ A layout is chosen in five steps, each with a lower bound on the time of all lay
 
 1. how layers are divided (t, c, e, sequence parallelism): the work of a sample in the largest
    microbatch, without recomputation, spread evenly over all ranks;
-2. microbatch and recomputation: the same with their times, since p d = N / (t c) whatever p is;
-3. schedule: for every pipeline (with chunks and ends) and every rank r the time to reach it and to
-   return from it, and all its work: fill_r + m w_r (no rank computes before its first input, and
-   after its last backward those of the stages before it follow); the least of all pipelines.
-   Then ZeRO, offload and pipeline: the same with the fewest recomputed blocks, ZeRO's exchanges,
-   the sum of gradients of the first rank and the update;
-4. placement: the same bound of one layout, not of its layers at the least
-   (``Parts.least_seconds``);
+2. schedule and recomputation: for every microbatch, pipeline (with chunks and ends) and rank r the
+   time to reach it and to return from it, and all its work: fill_r + m w_r (no rank computes before
+   its first input, and after its last backward those of the stages before it follow); the least;
+3. ZeRO, offload, placement and pipeline: the same with the fewest recomputed blocks, what ZeRO's
+   exchanges add to the work beside them, the sum of gradients of the first rank and the update;
+4. the same bound of one layout, not of its layers at the least (``Parts.least_seconds``);
 5. the time of the layout itself (``estimate.evaluate``).
 
 Nodes are taken by their bound. When the least bound is not below the k-th best time, the best k are
 those of the whole space. Memory prunes at steps 3 and 5. Pipelines whose stages are not nearly even
-(``divisions``) are many, alike in time, and seldom the best: step 3 takes them last, with groups of
-them as nodes (``uneven``), and looks at so many only for what comes after the best.
+(``divisions``) are many, alike in time, and seldom the best: step 2 takes them last, with groups of
+them as nodes (``uneven``), and looks at so many only for what comes after the best. At the very
+start the least bounds are followed down to a first layout, whose time rules out arrays of others.
 """
 
 import heapq
@@ -58,6 +57,9 @@ Heap = list[tuple[float, int, Part]]
 _MOST_KEPT = 10_000
 _MOST_FOR_THE_LIST = 1000
 """Postponed parts that may hold no faster layout than the first, opened for others of the list."""
+
+_MOST_DIVED = 32
+"""Parts opened for a first layout, whose time rules out others, before the search by bounds."""
 
 _MOST_DIVING = 1.0
 """Seconds after a stop in which a first layout is looked for, if none was found."""
@@ -118,13 +120,16 @@ def search(
         raise InputError(f"no degrees of the space are possible: {tree.space.why_none(problem)}")
     if tree.space.least_bytes(problem) > tree.about_memory:
         heap.clear()
+    left = iter(range(_MOST_DIVED))
+    _dive(heap, tree, numbers, lambda: is_stopped(stop) or next(left, None) is None)
     for part in _open_parts(heap, tree, numbers, stop):
         for bound, inner in part():
             if bound < tree.worst:
                 heapq.heappush(heap, (bound, next(numbers), inner))
     open_bound = min([math.inf, *(one[0] for one in heap[:1]), *(one[0] for one in tree.postponed)])
     if not tree.best:
-        _dive(heap, tree)
+        end = time.perf_counter() + _MOST_DIVING
+        _dive(heap, tree, numbers, lambda: time.perf_counter() >= end)
     best = tuple(sorted(tree.best, key=simple_first))
     kept = {alike(one.layout) for one in best}
     return FoundLayouts(
@@ -160,13 +165,17 @@ def _open_parts(
         yield heapq.heappop(heap)[2]
 
 
-def _dive(heap: Heap, tree: Tree) -> None:
-    """Follow the least bounds downwards to a first layout that fits, for a short time."""
-    open_ = [part for _, _, part in sorted(heap, reverse=True)]
-    end = time.perf_counter() + _MOST_DIVING
-    while open_ and not tree.best and time.perf_counter() < end:
-        children = sorted(open_.pop()(), key=lambda one: one[0], reverse=True)
-        open_ += [part for _, part in children]
+def _dive(heap: Heap, tree: Tree, numbers: Iterator[int], is_over: Callable[[], bool]) -> None:
+    """Follow the least bounds downwards to a first layout that fits, unless it ``is_over`` before.
+
+    All other parts stay in the heap.
+    """
+    heap.sort(reverse=True)
+    while heap and not tree.best and not is_over():
+        parts = heap.pop()[2]()
+        found = [(bound, next(numbers), part) for bound, part in parts if bound < math.inf]
+        heap += sorted(found, reverse=True)
+    heapq.heapify(heap)
 
 
 def work_alike(layout: Layout) -> Hashable:
@@ -286,13 +295,10 @@ class _Refining:
         return inf
 
     def _layouts(self, plain: Plain) -> Iterator[Layout]:
-        layout, blocks = plain.layout, self.problem.architecture.layers
-        for placement in self.space.placements_of(layout):
-            placed = replace(layout, placement=placement)
-            # What is refused with nothing recomputed is refused for another feature.
-            if self.accept(divided_evenly(placed, blocks)):
-                for kind in self._kinds("none"):
-                    yield replace(placed, recompute=kind)
+        # What is refused with nothing recomputed is refused for another feature.
+        if self.accept(divided_evenly(plain.layout, self.problem.architecture.layers)):
+            for kind in self._kinds("none"):
+                yield replace(plain.layout, recompute=kind)
 
     def _kinds(self, now: Recompute) -> list[Recompute]:
         """The kinds of recomputation for blocks: the layout's kind, or any kind of the space."""

@@ -6,11 +6,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
+from typing import get_args
 
 import numpy as np
 
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
-from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.parallelism.layout import Layout, Placement
 from stagewright.formulations.parallelism.parts import Parts
 from stagewright.formulations.parallelism.pipeline_time import Walk, walk
 from stagewright.formulations.parallelism.schedules import FORMS, Schedule, ScheduleForm
@@ -19,21 +20,14 @@ from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Bools, Floats
 from stagewright.graphs.models.modules import OFFLOAD, modules_of
 from stagewright.graphs.models.shards import Recompute
+from stagewright.solvers.parallelism.bounds import Bounds, Keeping, Sized, sized
 from stagewright.solvers.parallelism.choices import (
-    Bounds,
     Choice,
     DividedChoice,
-    Keeping,
     divided,
     divided_by_modules,
 )
-from stagewright.solvers.parallelism.divisions import (
-    DivisionGroups,
-    DivisionTable,
-    Sized,
-    groups,
-    sized,
-)
+from stagewright.solvers.parallelism.divisions import DivisionGroups, DivisionTable, groups
 from stagewright.solvers.parallelism.family import LayerFamily
 from stagewright.solvers.parallelism.space import (
     Space,
@@ -46,8 +40,7 @@ from stagewright.solvers.parallelism.space import (
 )
 from stagewright.solvers.parallelism.uneven import least_of_ends, least_seconds
 
-_MOST_ENTRIES = 100_000
-"""Stages of all divisions that are bounded at once."""
+_MOST_ENTRIES = 100_000  # stages of all divisions that are bounded at once
 
 
 @cache
@@ -89,7 +82,7 @@ class Tree:
         self._last: Parts | None = None
         self.postponed: list[_Child] = []
         self._tables: dict[tuple[int, ScheduleForm], tuple[DivisionTable, DivisionGroups]] = {}
-        self._sizes: dict[tuple[int, int, Schedule], Sized | None] = {}
+        self._sizes: dict[tuple[int, Schedule], Sized | None] = {}
 
     def known(self, layout: Layout) -> bool:
         """Whether the prices of the layout's degrees, placement and ZeRO stage are known."""
@@ -127,11 +120,12 @@ class Tree:
             self._tables[key] = near.only(near.is_nearly_even), found.only(found.stages > 2)
         return self._tables[key]
 
-    def _sized(self, left: int, samples: int, schedule: Schedule) -> Sized | None:
-        key = left, samples, schedule
+    def _sized(self, left: int, schedule: Schedule) -> Sized | None:
+        key = left, schedule
         if key not in self._sizes:
             table, _ = self._divisions(left, schedule)
-            self._sizes[key] = sized(table, left, self.problem.batch, samples, schedule)
+            sizes = chosen(self.space.microbatch, self.problem.batch)
+            self._sizes[key] = sized(table, left, self.problem.batch, sizes, schedule)
         return self._sizes[key]
 
     def _spread(self, family: LayerFamily, samples: int, recompute: Recompute) -> float:
@@ -141,23 +135,31 @@ class Tree:
         return work * self.problem.batch / samples / replicas
 
     def _of_split(self, family: LayerFamily) -> Part:
-        """Step 2: parts by microbatch size and kind of recomputation."""
+        """Step 2: parts by schedule and kind of recomputation."""
 
         def parts() -> Iterator[_Child]:
-            for samples in chosen(self.space.microbatch, self.problem.batch):
-                bounds = {}
-                for schedule in self.space.schedules:
-                    of = self._sized(family.left, samples, schedule)
-                    if of is not None and self.known(plainest(schedule)):
-                        bounds[schedule] = Bounds(family, of)
-                for recompute in self._recomputes if bounds else ():
-                    # Recomputation of some blocks takes at least as long as that of none.
-                    least = "none" if self._is_some(recompute) else recompute
-                    bound = self._spread(family, samples, least)
-                    choices = [Choice(of, recompute, least, one) for one, of in bounds.items()]
-                    yield bound, self._of_work(choices)
+            for schedule in self.space.schedules:
+                of = self._sized(family.left, schedule)
+                if of is None or not self.known(plainest(schedule)):
+                    continue
+                for recompute in self._recomputes:
+                    yield from self._choices(family, of, recompute)
 
         return parts
+
+    def _choices(self, family: LayerFamily, of: Sized, recompute: Recompute) -> Iterator[_Child]:
+        """Divisions for all microbatches whose bound is below the worst time."""
+        # Recomputation of some blocks takes at least as long as that of none.
+        least = "none" if self._is_some(recompute) else recompute
+        spread = [self._spread(family, one, least) for one in of.sizes]
+        near = of.only(np.array(spread)[of.table.size] < self.worst)
+        choice = Choice(Bounds(family, near), recompute, least, of.schedule)
+        if len(near.table):
+            yield float(choice.seconds.min()), self._of_choice(choice)
+        if self.space.uneven:
+            for samples, bound in zip(of.sizes, spread, strict=True):
+                if bound < self.worst:
+                    self.postponed.append((bound, partial(self._uneven, choice, samples)))
 
     @cached_property
     def _sets(self) -> list[Recompute]:
@@ -179,51 +181,42 @@ class Tree:
     def _is_some(self, recompute: Recompute) -> bool:
         return recompute == "full" and self.space.partial
 
-    def _of_work(self, choices: list[Choice]) -> Part:
-        """Step 3: parts by schedule."""
-
-        def parts() -> Iterator[_Child]:
-            for choice in choices:
-                yield float(choice.seconds.min()), self._of_choice(choice)
-                self._postpone(choice)
-
-        return parts
-
-    def _postpone(self, choice: Choice) -> None:
-        """The divisions that are not nearly even, which are seldom the best, for later."""
-        if not self.space.uneven:
-            return
+    def _uneven(self, choice: Choice, samples: int) -> Iterator[_Child]:
+        """Step 2 for the divisions that are not nearly even, which are seldom the best."""
         others = self._divisions(choice.bounds.family.left, choice.schedule)[1]
-        bound = least_seconds(choice, others)
+        bound = least_seconds(choice, samples, others)
         order = np.argsort(bound, kind="stable")
-        self.postponed += self._groups(choice, others.only(order), bound[order])
+        yield from self._groups(choice, samples, others.only(order), bound[order])
 
-    def _groups(self, choice: Choice, of: DivisionGroups, bound: Floats) -> Iterator[_Child]:
+    def _groups(
+        self, choice: Choice, samples: int, of: DivisionGroups, bound: Floats
+    ) -> Iterator[_Child]:
         """Groups in the order of their bounds, as many at once as is well for the arrays."""
         if len(bound) and bound[0] < self.worst:
-            yield float(bound[0]), partial(self._of_groups, choice, of, bound)
+            yield float(bound[0]), partial(self._of_groups, choice, samples, of, bound)
 
-    def _of_groups(self, choice: Choice, of: DivisionGroups, bound: Floats) -> Iterator[_Child]:
-        """Step 3, the schedule: groups of divisions that are not nearly even."""
+    def _of_groups(
+        self, choice: Choice, samples: int, of: DivisionGroups, bound: Floats
+    ) -> Iterator[_Child]:
+        """Step 2: groups of divisions that are not nearly even."""
         entries = np.cumsum(of.divisions * of.stages)
         many = max(1, int(np.searchsorted(entries, _MOST_ENTRIES)))
         table = of.only((bound < self.worst) & (np.arange(len(bound)) < many)).table()
-        inner = self._better(choice, table.only(~table.is_nearly_even))
+        inner = self._better(choice, samples, table.only(~table.is_nearly_even))
         if inner is not None:
             yield float(inner.seconds.min()), self._of_choice(inner)
-        yield from self._groups(choice, of.only(np.arange(many, len(bound))), bound[many:])
+        rest = of.only(np.arange(many, len(bound)))
+        yield from self._groups(choice, samples, rest, bound[many:])
 
-    def _better(self, choice: Choice, table: DivisionTable) -> Choice | None:
+    def _better(self, choice: Choice, samples: int, table: DivisionTable) -> Choice | None:
         """The choice with the divisions of a table that have a bound below the worst time."""
-        family, batch = choice.bounds.family, self.problem.batch
-        for bound in (least_of_ends, lambda of, _: of.seconds):
-            table = table.only(bound(choice, table) < self.worst)
-            of = sized(table, family.left, batch, choice.samples, choice.schedule)
-            if of is None:
-                return None
-            choice = replace(choice, bounds=Bounds(family, of))
-            table = of.table
-        return choice
+        family = choice.bounds.family
+        table = table.only(least_of_ends(choice, samples, table) < self.worst)
+        of = sized(table, family.left, self.problem.batch, (samples,), choice.schedule)
+        if of is None:
+            return None
+        choice = self._near(replace(choice, bounds=Bounds(family, of)))
+        return choice if len(choice.bounds.table) else None
 
     def _chained(
         self, of: DividedChoice | None, part: Callable[[DividedChoice, int], Part], at: int = 0
@@ -239,28 +232,38 @@ class Tree:
 
         yield float(of.bound[place]), parts
 
-    def _of_choice(self, choice: Choice) -> Part:
-        """Step 3: parts by ZeRO stage, offloading and pipeline."""
+    def _near(self, choice: Choice) -> Choice:
+        """The choice with the divisions whose bound is below the worst time."""
+        near = choice.seconds < self.worst
+        if near.all():
+            return choice
+        return replace(choice, bounds=Bounds(choice.bounds.family, choice.bounds.sized.only(near)))
+
+    def _of_choice(self, whole: Choice) -> Part:
+        """Step 3: parts by ZeRO stage, offloading, placement and pipeline."""
 
         def parts() -> Iterator[_Child]:
-            least = None
-            if self._is_some(choice.recompute):
-                least = 0 if "none" in self.space.recompute else 1
-            sets = self._frontier(choice) if choice.least == "none" else []
+            choice = self._near(whole)
+            fewest = int("none" not in self.space.recompute)
+            least = fewest if self._is_some(choice.recompute) else None
+            sets = self._frontier(choice, *choice.bounds.sized.sizes)
             # What modules take longer hides at most as much as all blocks would.
             longest = choice if choice.recompute == "full" else replace(choice, recompute="full")
             kept = choice.bounds.kept("none") if sets else np.zeros(0)
-            for zero, offload in itertools.product(self.space.zero, self.space.offload):
-                keeping = Keeping(zero, offload)
-                room = choice.bounds.room(self.about_memory, keeping)
-                differs = self._differing(choice, keeping)
+            every = itertools.product(self.space.zero, self.space.offload)
+            for zero, offload in every if len(choice.bounds.table) else ():
+                several = (Keeping(zero, offload, one) for one in get_args(Placement))
+                placed = [(x, y) for x in several if (y := self._differing(choice, x)).any()]
+                if not placed:
+                    continue
+                room = choice.bounds.room(self.about_memory, placed[0][0])
                 if least is not None or choice.recompute in self.space.recompute:
-                    found = divided(choice, keeping, room, least, self.worst, differs)
-                    yield from self._chained(found, self._of_division)
-                if sets and "none" in self.space.recompute:
-                    # What fits with nothing recomputed is slower with modules.
-                    differs = differs & ~choice.bounds.fits(kept - room)
-                for modules in sets:
+                    for found in divided(choice, placed, room, least, self.worst):
+                        yield from self._chained(found, self._of_division)
+                for (keeping, differs), modules in itertools.product(placed, sets):
+                    if "none" in self.space.recompute:
+                        # What fits with nothing recomputed is slower with modules.
+                        differs = differs & ~choice.bounds.fits(kept - room)
                     found = divided_by_modules(longest, keeping, room, modules, self.worst, differs)
                     yield from self._chained(found, partial(self._of_sets, [modules]))
 
@@ -268,7 +271,8 @@ class Tree:
 
     def _differing(self, choice: Choice, keeping: Keeping) -> Bools:
         """Allowed divisions with known prices, which a lower ZeRO stage does not have alike."""
-        differs = choice.bounds.allowed
+        differs = choice.seconds < self.worst  # infinite where not allowed
+        differs &= choice.bounds.has(keeping.placement, self.space.placements)
         if keeping.zero > min(self.space.zero):
             differs = differs & ~choice.bounds.alone  # with something that ZeRO divides
         if keeping.zero < 2 or self._known is None:
@@ -276,25 +280,20 @@ class Tree:
         found, pipeline = np.zeros_like(differs), choice.bounds.table.pipeline
         for one in np.unique(pipeline[differs]):
             same = differs & (pipeline == one)
-            layout = choice.layout(int(same.argmax()), keeping)
-            placed = self.space.placements_of(layout)
-            found |= same & any(self.known(replace(layout, placement=one)) for one in placed)
+            found |= same & self.known(choice.layout(int(same.argmax()), keeping))
         return found
 
-    def _frontier(self, choice: Choice) -> list[Recompute]:
-        """The sets of modules that no other beats, and offload."""
-        schedules = (choice.schedule,)
-        return choice.bounds.family.frontier(choice.samples, self._sets, schedules) + self._offload
+    def _frontier(self, choice: Choice, *sizes: int) -> list[Recompute]:
+        """The sets of modules that no other beats in one of the microbatches, and offload."""
+        if choice.least != "none":
+            return []
+        of, schedules = choice.bounds.family, (choice.schedule,)
+        every = (of.frontier(one, self._sets, schedules) for one in sizes)
+        return [*dict.fromkeys(itertools.chain(*every)), *self._offload]
 
     def _of_sets(self, sets: Sequence[Recompute], of: DividedChoice, division: int) -> Part:
-        """Step 4: parts by recomputed modules and placement."""
-
-        def parts() -> Iterator[_Child]:
-            plain = of.choice.layout(division, of.keeping)
-            for one in self.space.placements_of(plain):
-                yield from self._recomputing(replace(plain, placement=one), sets)
-
-        return parts
+        """Step 4: parts by recomputed modules."""
+        return partial(self._recomputing, of.choice.layout(division, of.keeping), sets)
 
     def _recomputing(self, layout: Layout, sets: Sequence[Recompute]) -> Iterator[_Child]:
         """A layout with sets of modules, or with offload, with which it may fit."""
@@ -320,22 +319,21 @@ class Tree:
         return replace(plain, recompute="none", offload_blocks=fewest)
 
     def _of_division(self, of: DividedChoice, division: int) -> Part:
-        """Step 4: parts by placement of a division's fitting layout."""
+        """Step 4: a division's fitting layout, or those that recompute modules."""
 
         def parts() -> Iterator[_Child]:
             some, plain = of.some(division), of.choice.layout(division, of.keeping)
             may_keep = plain.recompute == "none" if some is None else some[0] == 0
-            sets = self._frontier(of.choice) if may_keep else []
+            sets = self._frontier(of.choice, plain.microbatch) if may_keep else []
             fitting = self._fitting(plain, some)
             if fitting is None or fitting.recompute != "none":
                 yield from self._of_sets(sets, of, division)()
                 sets = []
             if fitting is None:
                 return
-            for placement in self.space.placements_of(fitting):
-                placed = self._accepted(replace(fitting, placement=placement), some)
-                if placed is not None:
-                    yield self._parts(placed).least_seconds, self._of_layout(placed, some, sets)
+            accepted = self._accepted(fitting, some)
+            if accepted is not None:
+                yield self._parts(accepted).least_seconds, self._of_layout(accepted, some, sets)
 
         return parts
 

@@ -59,23 +59,21 @@ class _BlockSums:
         return found
 
 
-def least_seconds(choice: Choice, groups: DivisionGroups) -> Floats:
+def least_seconds(choice: Choice, samples: int, groups: DivisionGroups) -> Floats:
     """A bound on all divisions of every group; infinite where none is allowed."""
-    m, allowed = _allowed(choice, groups)
+    m, allowed = _allowed(choice, samples, groups)
     found = np.full(len(m), np.inf)
     if allowed.any():
-        bound = _Bound(choice, groups.only(allowed), m[allowed])
+        bound = _Bound(choice, samples, groups.only(allowed), m[allowed])
         found[allowed] = bound.seconds * (1 - ROUNDING)
     return found
 
 
-def least_of_ends(choice: Choice, table: DivisionTable) -> Floats:
+def least_of_ends(choice: Choice, samples: int, table: DivisionTable) -> Floats:
     """A bound on every division by its first and last rank; infinite where it is not allowed."""
-    m, allowed = _allowed(choice, table)
-    total, returned = (
-        _BlockSums(choice.work.total),
-        _BlockSums(choice.work.total - choice.work.weight),
-    )
+    m, allowed = _allowed(choice, samples, table)
+    work = choice.bounds.family.work(samples, choice.least, choice.schedule)
+    total, returned = _BlockSums(work.total), _BlockSums(work.total - work.weight)
     p, w, first, inner = table.pipeline, table.middle, table.first, table.chunks - 1
     before_last = first + (p - 2) * w
     way = returned.ends[0] + returned.before[before_last]
@@ -92,12 +90,13 @@ def least_of_ends(choice: Choice, table: DivisionTable) -> Floats:
     return np.where(allowed, found, np.inf)
 
 
-def _allowed(choice: Choice, of: DivisionGroups | DivisionTable) -> tuple[Ints, Bools]:
+def _allowed(
+    choice: Choice, samples: int, of: DivisionGroups | DivisionTable
+) -> tuple[Ints, Bools]:
     """Microbatches of every replica, and whether there can be so many, and the experts divided."""
     family = choice.bounds.family
-    batch, samples = family.problem.batch, choice.samples
     data, m, allowed = replicas(
-        of.pipeline, of.chunks, family.left, batch, samples, choice.schedule
+        of.pipeline, of.chunks, family.left, family.problem.batch, samples, choice.schedule
     )
     return m, allowed & family.can_divide_experts(data, choice.schedule)
 
@@ -105,8 +104,8 @@ def _allowed(choice: Choice, of: DivisionGroups | DivisionTable) -> tuple[Ints, 
 class _Bound:
     """Arrays by group; ``m`` microbatches of each replica."""
 
-    def __init__(self, choice: Choice, groups: DivisionGroups, m: Ints) -> None:
-        work = choice.work
+    def __init__(self, choice: Choice, samples: int, groups: DivisionGroups, m: Ints) -> None:
+        work = choice.bounds.family.work(samples, choice.least, choice.schedule)
         self.p, self.v, self.w, self.m = groups.pipeline, groups.chunks, groups.middle, m
         self.in_v = groups.in_v
         self.forward = _BlockSums(work.forward)
@@ -114,7 +113,7 @@ class _Bound:
         self.backward = _BlockSums(work.total - work.weight - work.forward)
         self.weight = _BlockSums(work.weight)
         self.total = _BlockSums(work.total)
-        self.hop = choice.bounds.hop_seconds(groups.pipeline)
+        self.hop = choice.bounds.family.hop_seconds(groups.pipeline, samples, choice.schedule)
 
     @property
     def seconds(self) -> Floats:

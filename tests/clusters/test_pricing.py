@@ -27,12 +27,9 @@ from stagewright.graphs.workloads.jobs import (
 from stagewright.graphs.workloads.pool import parse_pool
 from stagewright.service.clusters import pricing
 from stagewright.service.clusters.allocating import allocate
-from stagewright.service.clusters.answers import (
-    AllocateAnswer,
-    PriceJobsAnswer,
-    computed_rates,
-)
+from stagewright.service.clusters.answers import AllocateAnswer, PriceJobsAnswer
 from stagewright.service.clusters.pricing import price_jobs
+from stagewright.service.clusters.rates import computed_rates
 from stagewright.service.clusters.requests import AllocateRequest, PriceJobsRequest
 from stagewright.service.jobs.kinds import KINDS, parse_request
 from stagewright.service.whole_answers import read, written

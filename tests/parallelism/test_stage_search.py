@@ -363,11 +363,12 @@ def _layouts(problem: TrainingProblem, chance: Random, most: int) -> list[Layout
 
 
 def _open(problem: TrainingProblem, layout: Layout) -> Layout:
-    """What all divisions, kinds of recomputation and placements of a layout have in common."""
+    """What all divisions and kinds of recomputation of a layout have in common."""
+    placements = Space().placements_of(layout)
     return replace(
         layout,
         recompute="none",
-        placement="data-inside",
+        placement=layout.placement if layout.placement in placements else "data-inside",
         blocks_by_stage=None,
         recomputed_by_stage=None,
         zero=0 if copies(problem, layout) == 1 else layout.zero,
