@@ -45,17 +45,18 @@ class _ActiveLease:
     def is_ending(self) -> bool:
         return bool(self.grants) and self.grants[-1].is_last
 
-    def measure(self) -> None:
-        """Take the time of a step from those of the last grant, which are done now.
+    def measure(self) -> tuple[int, float]:
+        """Take the time of a step from those of the last grant, which are done now: (n, seconds).
 
         By the server's clock, not by what a job says of itself.
         """
-        now = time.monotonic()
+        now, steps, seconds = time.monotonic(), 0, 0.0
         if self.grants:
             before = self.grants[-2].step if len(self.grants) > 1 else self.first
-            taken = (now - self.granted) / max(1, self.grants[-1].step - before)
-            self.seconds_per_step = max(taken, _MIN_STEP_SECONDS)
+            steps, seconds = self.grants[-1].step - before, now - self.granted
+            self.seconds_per_step = max(seconds / max(1, steps), _MIN_STEP_SECONDS)
         self.granted = now
+        return steps, seconds
 
     @property
     def may_start_until(self) -> float:
@@ -78,6 +79,7 @@ class LeaseServer:
         self.retries = retries
         self.store: JobStore
         self._held: dict[str, _ActiveLease] = {}
+        self._measured: dict[tuple[str, int], tuple[int, float]] = {}
         self._end = 0.0
         self._renewed: frozenset[str] | None = None  # None until the next round is decided
         self._is_stopping = False
@@ -153,6 +155,10 @@ class LeaseServer:
             if len(held.grants) > 1
         }
 
+    def measured(self) -> dict[tuple[str, int], tuple[int, float]]:
+        """By job and epoch the steps that were timed, and the seconds that they took."""
+        return self._measured
+
     # The iterator's calls.
 
     def grant(self, job: str, epoch: int, rank: int, number: int) -> Grant:
@@ -167,7 +173,8 @@ class LeaseServer:
             held.begun.add(rank)
             held.since = time.monotonic()
         if number == len(held.grants):
-            held.measure()
+            before, taken = self._measured.get((job, epoch), (0, 0.0)), held.measure()
+            self._measured[job, epoch] = before[0] + taken[0], before[1] + taken[1]
             held.grants.append(self._next(record, held))
         return held.grants[number]
 

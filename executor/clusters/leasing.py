@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from stagewright.executor.clusters.job_store import JobRecord
 from stagewright.executor.clusters.leases import Lease
 from stagewright.executor.clusters.rates import (
@@ -18,6 +20,7 @@ from stagewright.executor.clusters.ray_ranks import Accelerators, RemoteSchedule
 from stagewright.executor.clusters.rounds import Assignment
 from stagewright.formulations.clusters.rates import RateTable
 from stagewright.formulations.forms.answers import StopToken, is_stopped
+from stagewright.graphs.documents.arrays import Floats
 
 
 class Leasing:
@@ -42,6 +45,7 @@ class Leasing:
         self.workers, self.pool = table.workers, table.pool
         self.programs, self.records, self.grace_seconds = programs, records, grace_seconds
         self.leased: dict[int, LeasedJob] = {}
+        self.alone: dict[tuple[str, int], tuple[int, int]] = {}  # job and worker type of an epoch
         self.round: CurrentRound
 
     def begin_round(self, current: CurrentRound, assigned: Sequence[Assignment]) -> None:
@@ -61,6 +65,8 @@ class Leasing:
         number = self.workers[assignment.worker].accelerator
         name = self.pool.accelerators[number].name
         out = LeasedJob(record.epoch, [], [], *place_of(assignment))
+        if out.sharing == 1:
+            self.alone[record.name, record.epoch] = job, out.worker
         for rank, accelerator in enumerate(assignment.accelerators):
             lease = Lease(
                 record.name,
@@ -169,6 +175,19 @@ class Leasing:
             if self.records[job].name in progress
         }
         return measurements(self.leased, rates, kinds.__getitem__)
+
+    def rates(self, shape: tuple[int, int]) -> Floats:
+        """Mean steps per second of jobs alone on a worker type, nan where none was timed.
+
+        ``shape`` is (jobs, workers).
+        """
+        total = np.zeros((*shape, 2))
+        for epoch, timed in call(self.server, "measured").items():
+            if epoch in self.alone:
+                total[self.alone[epoch]] += timed
+        steps, seconds = total[..., 0], total[..., 1]
+        rates: Floats = np.divide(steps, seconds, out=np.full(shape, np.nan), where=seconds > 0)
+        return rates
 
     def close(self) -> None:
         """End all active leases."""

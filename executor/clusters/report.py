@@ -43,12 +43,18 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A job's planned and received fraction of its time in the cluster, on a worker type."""
+    """A job's planned and received fraction of its time in the cluster, on a worker type.
+
+    Alone there it was predicted to make so many steps per second, and made ``steps_per_second`` by
+    the scheduler's clock; None where no step was timed.
+    """
 
     job: str
     worker: str
     target: float
     measured: float
+    predicted_steps_per_second: float
+    steps_per_second: float | None
 
 
 @documents.record
@@ -90,8 +96,11 @@ class Ledger:
         self._promised += target * seconds
         self._there[list(there)] += seconds
 
-    def shares(self) -> tuple[Share, ...]:
-        """The shares of all jobs and worker types that were planned or received."""
+    def shares(self, predicted: Floats, rates: Floats) -> tuple[Share, ...]:
+        """The shares of all jobs and worker types that were planned or received.
+
+        ``predicted`` and measured ``rates``, nan where there is none: (jobs, workers).
+        """
         seconds = np.maximum(self._there, 1e-9)
         target, measured = self._promised / seconds, self._had / seconds
         return tuple(
@@ -100,6 +109,8 @@ class Ledger:
                 self.workers[worker],
                 float(target[job, worker]),
                 float(measured[job, worker]),
+                float(predicted[job, worker]),
+                None if np.isnan(rates[job, worker]) else float(rates[job, worker]),
             )
             for job, worker in zip(*np.nonzero(target + measured), strict=True)
         )

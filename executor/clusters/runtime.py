@@ -142,6 +142,7 @@ class _Scheduler:
         self.programs = [ray.cloudpickle.dumps(each.program) for each in jobs]
         self.kinds = [table.index[job.kind] for job in self.jobs]
         self.table = table  # with the rates as measured
+        self.predicted = table.alone[self.kinds]  # of jobs, (jobs, workers)
         self.allocate = allocate
         self.round_seconds = round_seconds
         self.grace_seconds = grace_seconds
@@ -326,4 +327,5 @@ class _Scheduler:
     def report(self) -> ClusterReport:
         """The report on all jobs."""
         outcomes = map(outcome, self.jobs, self.records)
-        return ClusterReport(tuple(outcomes), tuple(self.ledger.rounds), self.ledger.shares())
+        shares = self.ledger.shares(self.predicted, self.leasing.rates(self.predicted.shape))
+        return ClusterReport(tuple(outcomes), tuple(self.ledger.rounds), shares)

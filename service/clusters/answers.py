@@ -299,12 +299,17 @@ class JobOutcomeAnswer(Answer):
 
 
 class TimeShareAnswer(Answer):
-    """A job's planned and measured fraction of time on a worker type."""
+    """A job's planned and measured fraction of time on a worker type, and its rate alone there.
+
+    Of the rate, None where no step was timed.
+    """
 
     job: str
     worker: str
     target: float
     measured: float
+    predicted_steps_per_second: float
+    steps_per_second: float | None
 
 
 class RunClusterAnswer(Answer):

@@ -241,6 +241,8 @@ def test_a_job_is_not_believed(tmp_path: Path, clock: SimpleNamespace) -> None:
     clock.now += 0.25 * (second.step - first.step)
     server.grant("a", lease.epoch, 0, 2)
     assert server.progress() == {"a": (second.step, 4.0)}
+    timed = 0.5 + 0.25 * (second.step - first.step)
+    assert server.measured() == {("a", lease.epoch): (second.step, pytest.approx(timed))}
     wrong = (
         (lambda: server.grant("a", lease.epoch, 0, 9), "asked for grant 9, has had 3"),
         (lambda: server.grant("a", lease.epoch, 0, -1), "asked for grant -1"),

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -95,7 +95,21 @@ steady = Walk({"v100": 0.05, "k80": 0.05})
 """A program that takes some."""
 
 
-def train(lease: Lease, divided: bool = False) -> None:
+def nothing(lease: Lease, step: int) -> None:
+    """What befalls most jobs."""
+
+
+def die_once(lease: Lease, step: int) -> None:
+    """Kill the process of the job's last rank after step 20, unless one was killed before."""
+    mark = lease.folder / "death"
+    if step >= 20 and lease.rank == lease.ranks - 1 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(
+    lease: Lease, divided: bool = False, befalls: Callable[[Lease, int], None] = nothing
+) -> None:
     """SGD with momentum on a linear model; ranks average their gradients, rank 0 saves.
 
     Each has batches of its own, or a part of the same.
@@ -119,8 +133,10 @@ def train(lease: Lease, divided: bool = False) -> None:
 
     print(f"{lease.ranks} ranks")
     first = 0 if divided else lease.rank
-    for batch in LeaseIterator(lambda step: vectors(first, step), load, save, lease):
+    batches = LeaseIterator(lambda step: vectors(first, step), load, save, lease)
+    for batch in batches:
         time.sleep(0.01)
+        befalls(lease, batches.step)
         backward(model, batch[lease.rank :: lease.ranks] if divided else batch)
         for parameter in model.parameters() if lease.ranks > 1 else ():
             dist.all_reduce(parameter.grad)
@@ -131,6 +147,11 @@ def train(lease: Lease, divided: bool = False) -> None:
 def train_divided(lease: Lease) -> None:
     """:func:`train` on one rank's batches, of which each rank takes a part."""
     train(lease, divided=True)
+
+
+def train_killed(lease: Lease) -> None:
+    """:func:`train_divided`, of which a process is killed between two checkpoints."""
+    train(lease, divided=True, befalls=die_once)
 
 
 def linear() -> "tuple[torch.nn.Module, torch.optim.Optimizer]":

@@ -296,10 +296,14 @@ def _print_cluster_running(answer: "RunClusterAnswer") -> None:
         ],
     )  # fmt: skip
     print_table(
-        ("<job", "<accelerator", "planned", "measured"),
+        ("<job", "<accelerator", "planned", "measured", "predicted steps/s", "measured"),
         [
-            (one.job, one.worker, f"{one.target:.3f}", f"{one.measured:.3f}")
+            (
+                one.job, one.worker, f"{one.target:.3f}", f"{one.measured:.3f}",
+                f"{one.predicted_steps_per_second:.4g}",
+                "-" if one.steps_per_second is None else f"{one.steps_per_second:.4g}",
+            )
             for one in answer.shares
         ],
-    )
+    )  # fmt: skip
     say(f"{answer.policy}: {answer.status} after {answer.rounds} rounds")
