@@ -7,7 +7,7 @@ its weight gradient ends.
 from collections.abc import Iterator
 
 from benchmarks.report import Table, percent
-from stagewright.service.schedules.memory_curves import schedule_curve
+from stagewright.service.schedules.comparing import schedule_curve
 from stagewright.service.schedules.requests import MemoryCurveRequest
 
 CASES = ((4, 12, 40.0), (8, 32, 270.0))  # devices, microbatches, seconds

@@ -24,8 +24,7 @@ from stagewright.executor.clusters.simulation import simulate_cluster
 from stagewright.formulations.clusters.allocation import AllocationProblem, problem_of
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.workloads.jobs import Job, Rate, Throughputs, Workload
-from stagewright.graphs.workloads.loads import LOADS
-from stagewright.graphs.workloads.poisson import DISTRIBUTED, Arrivals
+from stagewright.graphs.workloads.poisson import DISTRIBUTED, LOADS, Arrivals
 from stagewright.graphs.workloads.pool import Accelerator, Pool, parse_pool
 from stagewright.service.clusters.allocating import policy_allocator
 from stagewright.solvers.clusters.policies import allocate, policy_named

@@ -40,8 +40,7 @@ from benchmarks.report import Table
 from stagewright.executor.capture.shapes import Value
 from stagewright.executor.export import export
 from stagewright.executor.programs.lower import lower
-from stagewright.executor.programs.program import Instruction, stages_on
-from stagewright.executor.programs.work import rows
+from stagewright.executor.programs.program import Instruction, rows, stages_on
 from stagewright.executor.training.interpreter.exchange import Boundary, schedule_gloo
 from stagewright.executor.training.interpreter.graph import Joint
 from stagewright.executor.training.interpreter.interpreter import Interpreter

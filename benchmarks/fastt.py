@@ -17,8 +17,7 @@ from benchmarks.ready_queue import by_place, fifo, from_queues
 from benchmarks.report import Table, percent
 from benchmarks.spec import BenchSpec
 from stagewright.executor.capture.steps.analytic import with_analytic_seconds
-from stagewright.executor.capture.steps.factories import resized, without_values
-from stagewright.executor.capture.steps.step import capture_step
+from stagewright.executor.capture.steps.step import capture_step, resized, without_values
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.operators.plan import operator_problem
 from stagewright.formulations.operators.problem import GraphTimes, OperatorProblem

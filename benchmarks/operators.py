@@ -21,8 +21,15 @@ from stagewright.formulations.operators.problem import Contention, GraphTimes, O
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.solvers.operators.bounds import bounds_of
 from stagewright.solvers.operators.exact import EVALUATIONS, solve_exactly
-from stagewright.solvers.operators.insertion import by_devices
-from stagewright.solvers.operators.peers import by_rank, cpop, dpos, heft, mean_ranks, peft
+from stagewright.solvers.operators.insertion import (
+    by_devices,
+    by_rank,
+    cpop,
+    dpos,
+    heft,
+    mean_ranks,
+    peft,
+)
 from stagewright.solvers.operators.ranks import arrays_of, transfers
 from stagewright.solvers.operators.search import METHODS, SLOW, best_list_schedule, search
 

@@ -11,7 +11,6 @@ Examples
 """
 
 import importlib
-import importlib.metadata
 from typing import TYPE_CHECKING
 
 from stagewright.graphs.documents.errors import InputError
@@ -165,7 +164,9 @@ def __getattr__(name: str) -> object:
         globals()[name] = found
         return found
     if name == "__version__":
-        return importlib.metadata.version("stagewright")
+        from importlib.metadata import version
+
+        return version("stagewright")
     raise AttributeError(f"module 'stagewright' has no attribute {name!r}")
 
 

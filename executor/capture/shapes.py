@@ -54,11 +54,9 @@ def with_values(module: nn.Module) -> Iterator[None]:
     Of one module at a time, so that a model need not fit into memory.
     """
     with unset_fake_temporarily():
-        every = [
-            *module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(remove_duplicate=False),
-        ]
-        with _reparametrize_module(module, valued_all(dict(every)), tie_weights=False):
+        every: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        every |= module.named_buffers(remove_duplicate=False)
+        with _reparametrize_module(module, valued_all(every), tie_weights=False):
             yield
 
 
@@ -233,9 +231,8 @@ def _there_and_back(
     again = []
     for layer, run in zip(reversed(layers), reversed(runs), strict=True):
         with _named(layer, run.leaves):
-            again.append(
-                _run_back(layer, run, gradients) if run.draws_again is None else run.draws_again
-            )
+            back = run.draws_again
+            again.append(_run_back(layer, run, gradients) if back is None else back)
         gradients = [leaf.grad for leaf in run.leaves]
     return tuple(
         LayerTrace(
@@ -317,23 +314,18 @@ def _run_or_whole(
         run,
         leaves=tuple(map(_outline, run.leaves)),
         outputs=tuple(map(_outline, run.outputs)),
-        parameters={name: _trained(one) for name, one in run.parameters.items()},
+        parameters={name: _outline(one, trained=True) for name, one in run.parameters.items()},
         draws_again=draws_again,
     )
 
 
-def _trained(one: Tensor) -> Tensor:
-    """The outline of a parameter with a gradient: other values may use it, as of an expert."""
-    made = _outline(one)
-    made.grad = torch.empty_like(made)
-    return made
+def _outline(one: Tensor, trained: bool = False) -> Tensor:
+    """A tensor without data like ``one``, which requires or has a gradient if ``one`` does.
 
-
-def _outline(one: Tensor) -> Tensor:
-    """A tensor without data like ``one``, which requires a gradient if ``one`` does."""
-    value = Value(tuple(one.shape), one.dtype, one.requires_grad)
-    made = _fake(value, one.device)
-    if one.is_leaf and one.grad is not None:
+    A parameter that is ``trained`` has one: other values may use it, as of an expert.
+    """
+    made = _fake(Value(tuple(one.shape), one.dtype, one.requires_grad), one.device)
+    if trained or (one.is_leaf and one.grad is not None):
         made.grad = torch.empty_like(made)
     return made
 

@@ -19,17 +19,19 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from stagewright.executor.capture.joint_graph import JointModule, phase_of, trace_joint
 from stagewright.executor.capture.python_state import attributes_kept
 from stagewright.executor.capture.split_layer import (
     CannotSplit,
+    JointModule,
     SplitLayer,
     TracedLayout,
     is_dense,
     layout_of,
     make_piece,
     parted,
+    phase_of,
     present,
+    trace_joint,
 )
 
 FORWARD, COPY = "forward", "copy of an input"

@@ -21,25 +21,25 @@ import torch
 from torch import Tensor, fx, nn
 
 from stagewright.executor.capture.cutting import cut_graph
-from stagewright.executor.capture.exported.blocks import CONTAINERS, holds_closed_blocks
-from stagewright.executor.capture.exported.conversion import Exported
-from stagewright.executor.capture.exported.exporting import Example, export
-from stagewright.executor.capture.layers import CapturedLayer, LayeredModel, Listed
-from stagewright.executor.capture.places import deciding, passing, shown, unchecked
-from stagewright.executor.capture.plain_modules import (
-    first_step,
-    is_in_place,
-    made_plain,
-    require_plain_tensors,
+from stagewright.executor.capture.exported.conversion import (
+    CONTAINERS,
+    Exported,
+    holds_closed_blocks,
 )
+from stagewright.executor.capture.exported.exporting import Example, export
+from stagewright.executor.capture.layers import CapturedLayer, LayeredModel, Listed, plans_in
+from stagewright.executor.capture.places import deciding, passing, shown, unchecked
 from stagewright.executor.capture.python_state import (
     attributes_kept,
     described,
+    first_step,
+    is_in_place,
+    made_plain,
     plain_state,
+    require_plain_tensors,
     snapshot,
 )
 from stagewright.executor.capture.shapes import require_tensors, values_of
-from stagewright.executor.capture.tensor_plans import plans_in
 from stagewright.graphs.documents.errors import InputError
 
 _CONSTANT = "_tensor_constant"  # what torch.fx calls a tensor without a name

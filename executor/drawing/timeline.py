@@ -162,8 +162,8 @@ def device_count(plan: PipelinePlan) -> int:
     return len({device for stage in plan.stages for device in stage.devices})
 
 
-def shorten_devices(names: Sequence[str], limit: int = 3) -> str:
-    """``names`` with runs as ranges: ``s0g0-7, s1g0-3``; beyond ``limit`` runs only the count.
+def shorten_devices(names: Sequence[str]) -> str:
+    """``names`` with runs as ranges: ``s0g0-7, s1g0-3``; beyond 3 runs only the count.
 
     Examples
     --------
@@ -179,9 +179,9 @@ def shorten_devices(names: Sequence[str], limit: int = 3) -> str:
         else:
             runs.append([part])
     texts = ["".join(run[0]) + (f"-{run[-1][1]}" if len(run) > 1 else "") for run in runs]
-    if len(texts) <= limit:
+    if len(texts) <= 3:
         return ", ".join(texts)
-    return f"{', '.join(texts[: limit - 1])}, ... {texts[-1]} ({len(names)} devices)"
+    return f"{', '.join(texts[:2])}, ... {texts[-1]} ({len(names)} devices)"
 
 
 def _continues(before: tuple[str, str], after: tuple[str, str]) -> bool:

@@ -21,7 +21,7 @@ from torch import nn
 
 from stagewright.executor.capture.exported.exporting import Example
 from stagewright.executor.capture.layers import LayeredModel
-from stagewright.executor.capture.plain_modules import made_plain
+from stagewright.executor.capture.python_state import made_plain
 from stagewright.executor.capture.self_check import ExampleStep, require_same_step
 from stagewright.executor.capture.shapes import Value, propagate, values_of
 from stagewright.executor.capture.tracing import capture

@@ -21,6 +21,7 @@ from stagewright.executor.programs.program import (
     Families,
     Instruction,
     Program,
+    ProgramWork,
     Rows,
     plan_devices,
     stages_on,
@@ -33,7 +34,6 @@ from stagewright.executor.programs.transfers import (
 )
 from stagewright.executor.programs.verification.progress import PipelineProgress
 from stagewright.executor.programs.verification.transfers import require_same_sides
-from stagewright.executor.programs.work import ProgramWork
 from stagewright.formulations.plans.actions import (
     COMPUTE,
     Action,

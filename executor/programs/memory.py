@@ -5,9 +5,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from stagewright.executor.programs.program import Instruction, Program, Row
+from stagewright.executor.programs.program import Instruction, InvalidProgram, Program, Row
 from stagewright.executor.programs.verification.transfers import by_peer
-from stagewright.executor.programs.work import InvalidProgram
 from stagewright.formulations.plans.actions import Action, ActionKind, B, F, I, W
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.units import format_bytes

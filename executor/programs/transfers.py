@@ -18,7 +18,7 @@ from stagewright.executor.programs.program import (
 from stagewright.formulations.plans.actions import Action, ActionKind, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InvalidPlan
-from stagewright.graphs.models.operators.deadlock import waiting_cycle
+from stagewright.graphs.models.operators.opgraph import waiting_cycle
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I = ActionKind.INPUT_GRADIENT

@@ -11,8 +11,7 @@ from stagewright.executor.capture.draws import whole_draws
 from stagewright.executor.capture.layers import CapturedLayer
 from stagewright.executor.capture.shapes import LayerTrace, Value, values_of
 from stagewright.executor.programs.memory import peak_bytes
-from stagewright.executor.programs.program import Families
-from stagewright.executor.programs.work import Rows, pieces, rows
+from stagewright.executor.programs.program import Families, Samples, pieces, rows
 from stagewright.executor.training.data.batches import microbatch_samples
 from stagewright.executor.training.interpreter.exchange import Boundary
 from stagewright.executor.training.interpreter.graph import Joint
@@ -50,7 +49,7 @@ class Crossing:
 
     plan: PipelinePlan
     samples: int
-    lanes: tuple[tuple[Rows, ...], ...]
+    lanes: tuple[tuple[Samples, ...], ...]
     entering: Mapping[int, tuple[Value, ...]]
     layers: Mapping[int, Sequence[CapturedLayer]]
     traces: Mapping[int, tuple[LayerTrace, ...]]
@@ -133,7 +132,7 @@ def crossing_of(
 def boundary_of(
     plan: PipelinePlan,
     s: int,
-    lanes: Sequence[Sequence[Rows]],
+    lanes: Sequence[Sequence[Samples]],
     traces: Mapping[int, LayerTrace],
     samples: int,
 ) -> Boundary:
@@ -158,7 +157,7 @@ def boundary_of(
 
 
 def share_of(
-    rows: Rows, lane: int, samples: int, traces: Mapping[int, Sequence[LayerTrace]]
+    rows: Samples, lane: int, samples: int, traces: Mapping[int, Sequence[LayerTrace]]
 ) -> SampleShare | None:
     """The samples of a microbatch that a device works on, None if it is all of them in order.
 

@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE, running_peak
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.documents.units import require_amount
@@ -226,17 +226,7 @@ def peaks(problem: BackpropProblem, timetable: WindowTimes) -> tuple[float, ...]
                 (starts[tensor.first], tensor.amount),
                 (last, -tensor.amount),
             ]
-    return tuple(_peak(rows, RELATIVE_TOLERANCE * timetable.end) for rows in changes)
-
-
-def _peak(changes: list[tuple[float, float]], slack: float) -> float:
-    """Rows (time, change); starts that differ from an end by ``slack`` count as later."""
-    moved = [(time if change < 0 else time + 2 * slack, change) for time, change in changes]
-    now = most = 0.0
-    for _, change in sorted(moved):
-        now += change
-        most = max(most, now)
-    return most
+    return tuple(running_peak(rows, RELATIVE_TOLERANCE * timetable.end) for rows in changes)
 
 
 def _topological(problem: BackpropProblem) -> list[int]:

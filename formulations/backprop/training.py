@@ -63,12 +63,12 @@ class Layers:
         return len(self.forward)
 
 
-def single_device(layers: Layers, streams: int = 2, memory: float | None = None) -> BackpropProblem:
-    """One device; with two streams the weight gradients run in the sub-stream.
+def single_device(layers: Layers) -> BackpropProblem:
+    """One device, whose weight gradients run in the sub-stream.
 
     The streams do not slow each other; see :mod:`overlap` for a model in which they do.
     """
-    return training(layers, (0,) * layers.count, streams=streams, memory=_alone(memory))
+    return training(layers, (0,) * layers.count)
 
 
 def data_parallel(

@@ -118,8 +118,8 @@ class Limits:
         return "an interrupt" if self.stopped() else "the time limit"
 
 
-def require_limits(limits: Limits, spelled: Callable[[str], str] = str) -> Limits:
-    """``limits``, if a person may ask for them; ``spelled`` is how their names are written.
+def require_limits(limits: Limits) -> Limits:
+    """``limits``, if a person may ask for them.
 
     Raises
     ------
@@ -127,13 +127,12 @@ def require_limits(limits: Limits, spelled: Callable[[str], str] = str) -> Limit
         If there is no time, or endless time; no thread, or more than any machine has; or if the
         seed is none that all solvers take.
     """
-    time_limit = spelled("time_limit")
-    units.require_number(limits.seconds, time_limit)
+    units.require_number(limits.seconds, "time_limit")
     if not units.is_finite(limits.seconds) or limits.seconds <= 0:
-        raise InputError(f"{time_limit} must be a positive number of seconds, got {limits.seconds}")
-    units.require_count(limits.threads, spelled("threads"), _MAX_THREADS)
-    units.require_seed(limits.seed, spelled("seed"))
-    units.parse_share(limits.gap, spelled("gap"))
+        raise InputError(f"time_limit must be a positive number of seconds, got {limits.seconds}")
+    units.require_count(limits.threads, "threads", _MAX_THREADS)
+    units.require_seed(limits.seed, "seed")
+    units.parse_share(limits.gap, "gap")
     return limits
 
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE, running_peak
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InvalidPlan
 
@@ -48,7 +48,7 @@ def peaks(problem: "OperatorProblem", timetable: "GraphTimes") -> tuple[float, .
         if last > first and amount > 0:
             changes[device] += [(first, amount), (last, -amount)]
     slack = RELATIVE_TOLERANCE * timetable.end
-    return tuple(state[d] + _peak(changes[d], slack) for d in range(m))
+    return tuple(state[d] + running_peak(changes[d], slack) for d in range(m))
 
 
 def _held(
@@ -75,16 +75,6 @@ def _held(
         first = float(timetable.start[problem.maker[t]])
         held.append((device, float(problem.held_bytes[t]), first, float(last[t, device])))
     return held
-
-
-def _peak(changes: list[tuple[float, float]], slack: float) -> float:
-    """Rows (time, change); starts that differ from an end by ``slack`` count as later."""
-    moved = [(time if change < 0 else time + 2 * slack, change) for time, change in changes]
-    now = most = 0.0
-    for _, change in sorted(moved):
-        now += change
-        most = max(most, now)
-    return most
 
 
 def _require_values(problem: "OperatorProblem", timetable: "GraphTimes") -> None:

@@ -20,8 +20,8 @@ from stagewright.graphs.machines.stack_memory import PLAIN, STACK_MEMORY, StackM
 from stagewright.graphs.models.architecture import Architecture, Operators
 from stagewright.graphs.models.language import Attention
 from stagewright.graphs.models.modules import PARTS, modules_of, repeated
+from stagewright.graphs.models.operations import MAX_SIZE
 from stagewright.graphs.models.shards import LayerKind, share_of_kind
-from stagewright.graphs.models.sizes import MAX_SIZE
 from stagewright.graphs.models.splits import require_split
 
 _processor = lru_cache(maxsize=256)(Processor)

@@ -52,14 +52,7 @@ def unroll_run(plan: PipelinePlan, microbatches: int) -> PipelinePlan:
         replace(one, start_seconds=start, finish_seconds=finish)
         for one, (start, finish) in zip(actions, times.tolist(), strict=True)
     ]
-    snapped.sort(key=lambda one: (one.start_seconds, one.finish_seconds, one.action))
-    return replace(
-        plan,
-        microbatches=microbatches,
-        schedule=Schedule(tuple(snapped)),
-        predicted=None,
-        certificate=None,
-    )
+    return _scheduled(plan, microbatches, snapped)
 
 
 def finite_run(plan: PipelinePlan, iterations: int) -> PipelinePlan:
@@ -152,13 +145,17 @@ def unrolled(plan: PipelinePlan, microbatches: int) -> PipelinePlan:
         for one in schedule.actions
         for m in _microbatches(one, microbatches)
     ]
+    return _scheduled(plan, microbatches, actions)
+
+
+def _scheduled(
+    plan: PipelinePlan, microbatches: int, actions: list[ScheduledAction]
+) -> PipelinePlan:
+    """The plan of ``microbatches`` with these actions, about which nothing is claimed."""
     actions.sort(key=lambda one: (one.start_seconds, one.finish_seconds, one.action))
+    schedule = Schedule(tuple(actions))
     return replace(
-        plan,
-        microbatches=microbatches,
-        schedule=Schedule(tuple(actions)),
-        predicted=None,
-        certificate=None,
+        plan, microbatches=microbatches, schedule=schedule, predicted=None, certificate=None
     )
 
 

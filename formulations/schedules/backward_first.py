@@ -40,7 +40,7 @@ from stagewright.formulations.plans.timing import (
 )
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.operators.deadlock import waiting_cycle
+from stagewright.graphs.models.operators.opgraph import waiting_cycle
 
 Orders = Mapping[str, Sequence[Action]]
 """Per device its computations in order: B, or I and W, then F; and, where it matters, updates."""

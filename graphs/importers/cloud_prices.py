@@ -105,12 +105,16 @@ def read_aws(folder: str | os.PathLike[str]) -> Market:
     )
 
 
-def _history(file: Path) -> list[Any]:
-    text = documents.read_text(file)
+def _read_json(path: str | os.PathLike[str]) -> Any:
+    text = documents.read_text(path)
     try:
-        document = json.loads(text)
+        return json.loads(text)
     except ValueError as error:
-        raise InputError(f"{file}: {not_json(text, error)}") from None
+        raise InputError(f"{path}: {not_json(text, error)}") from None
+
+
+def _history(file: Path) -> list[Any]:
+    document = _read_json(file)
     history = document.get("SpotPriceHistory") if isinstance(document, dict) else None
     if not isinstance(history, list):
         raise InputError(f"{file}: no list SpotPriceHistory; expected spot prices of AWS")
@@ -308,11 +312,7 @@ def read_model_rates(path: str | os.PathLike[str]) -> dict[str, dict[str, float]
     The table maps kinds of GPU to models to ``"null"`` for the rate alone; a model has its plain
     name, or Gavel's, ``"('ResNet-18 (batch size 16)', 1)"``.
     """
-    text = documents.read_text(path)
-    try:
-        table = json.loads(text)
-    except ValueError as error:
-        raise InputError(f"{path}: {not_json(text, error)}") from None
+    table = _read_json(path)
     if not isinstance(table, dict) or not all(isinstance(rows, dict) for rows in table.values()):
         raise InputError(f"{path}: a throughput table is an object of kinds of GPU")
     found: dict[str, dict[str, float]] = {}

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_LAYERS, require_count
-from stagewright.graphs.models.sizes import MAX_SIZE
+from stagewright.graphs.models.operations import MAX_SIZE
 
 ALIKE = 0.92  # of two names, by difflib's ratio
 

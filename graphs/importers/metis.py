@@ -45,10 +45,7 @@ class _File(PlainRecord):
 
 
 def read_metis(
-    folder: str | os.PathLike[str],
-    *,
-    name: str | None = None,
-    forward_share: float = _FORWARD_SHARE,
+    folder: str | os.PathLike[str], forward_share: float = _FORWARD_SHARE
 ) -> LayerProfiles:
     """The profiles of a model.
 
@@ -63,7 +60,7 @@ def read_metis(
         raise InputError(f"{path}: no DeviceType.KIND_tpT_bsB.json in this folder")
     read = {file: _read(file) for file in files}
     measured = [_measured(file, found, share) for file, found in read.items()]
-    model = name or read[files[0]].model.model_name
+    model = read[files[0]].model.model_name
     source = (
         f"measured: Metis profiles of {model}; the forward is taken as {share:.3g} of a layer's "
         "time, the optimizer's step divided by parameters"

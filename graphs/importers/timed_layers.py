@@ -8,7 +8,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_amount, require_count
 from stagewright.graphs.machines.anchors import TimedLayer, TimedModel
 from stagewright.graphs.machines.rates import RateSet
-from stagewright.graphs.models.sizes import MAX_SIZE
+from stagewright.graphs.models.operations import MAX_SIZE
 
 FORMAT: Literal["stagewright-timed-layers"] = "stagewright-timed-layers"
 VERSION: Literal[1] = 1

@@ -8,8 +8,8 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_amount, require_bandwidth, require_count
 from stagewright.graphs.models.architecture import Architecture
 from stagewright.graphs.models.language import Attention
+from stagewright.graphs.models.operations import MAX_SIZE
 from stagewright.graphs.models.shards import LayerKind, LayerSplit
-from stagewright.graphs.models.sizes import MAX_SIZE
 
 
 @documents.record

@@ -86,7 +86,6 @@ def uniform_racks(
     kind: str = "v100",
     memory_bytes: float = 16e9,
     peak_flops: float | None = None,
-    name: str | None = None,
 ) -> Cluster:
     """A cluster of racks of servers of equal devices named r0s0g0, r0s0g1, ...
 
@@ -102,7 +101,7 @@ def uniform_racks(
     ]
     servers = tuple(server for rack in names for server in rack)
     return Cluster(
-        name or "x".join(map(str, shape)),
+        "x".join(map(str, shape)),
         tuple(Device(id_, kind, memory_bytes, peak_flops) for server in servers for id_ in server),
         ServerLinks(servers, *links[:2], tuple(tuple(chain(*rack)) for rack in names), links[2]),
     )

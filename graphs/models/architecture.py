@@ -37,8 +37,9 @@ from stagewright.graphs.models.operations import (
     embedding,
     loss,
     norm,
+    require_number,
+    require_sizes,
 )
-from stagewright.graphs.models.sizes import require_number, require_sizes
 from stagewright.graphs.models.stated import NOTHING, Stated
 from stagewright.graphs.models.towers import Tower
 from stagewright.graphs.models.tuning import Tuning, require_tuning, tuned_block, tuned_end

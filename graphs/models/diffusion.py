@@ -19,8 +19,13 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.feed_forwards import Operators
 from stagewright.graphs.models.mixers import GroupedAttention
-from stagewright.graphs.models.operations import LayerOperation, dense, elementwise, embedding
-from stagewright.graphs.models.sizes import require_sizes
+from stagewright.graphs.models.operations import (
+    LayerOperation,
+    dense,
+    elementwise,
+    embedding,
+    require_sizes,
+)
 from stagewright.graphs.models.towers import crossed
 
 if TYPE_CHECKING:

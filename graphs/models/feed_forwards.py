@@ -9,8 +9,8 @@ from stagewright.graphs.models.operations import (
     dense,
     elementwise,
     feed_forward,
+    require_sizes,
 )
-from stagewright.graphs.models.sizes import require_sizes
 
 Operators = dict[str, LayerOperation]
 

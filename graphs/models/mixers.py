@@ -8,7 +8,13 @@ from pydantic import Tag
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.feed_forwards import Operators
-from stagewright.graphs.models.operations import dense, elementwise, fused_attention, norm
+from stagewright.graphs.models.operations import (
+    dense,
+    elementwise,
+    fused_attention,
+    norm,
+    require_sizes,
+)
 from stagewright.graphs.models.recurrences import (
     RECURRENT,
     Recurrence,
@@ -16,7 +22,6 @@ from stagewright.graphs.models.recurrences import (
     ShortConvolution,
     recurred,
 )
-from stagewright.graphs.models.sizes import require_sizes
 
 if TYPE_CHECKING:
     from stagewright.graphs.models.architecture import Architecture

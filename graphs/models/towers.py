@@ -20,8 +20,8 @@ from stagewright.graphs.models.operations import (
     elementwise,
     embedding,
     fused_attention,
+    require_sizes,
 )
-from stagewright.graphs.models.sizes import require_sizes
 
 if TYPE_CHECKING:
     from stagewright.graphs.models.architecture import Architecture

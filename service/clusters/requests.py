@@ -17,7 +17,7 @@ from stagewright.graphs.documents.units import (
     require_seed,
 )
 from stagewright.graphs.workloads.jobs import Throughputs, Workload, load_workload
-from stagewright.graphs.workloads.loads import LOADS
+from stagewright.graphs.workloads.poisson import LOADS
 from stagewright.graphs.workloads.pool import Pool, read_pool
 from stagewright.service.options import Option
 from stagewright.service.requests import Request, SearchRequest, require_positive

@@ -17,8 +17,7 @@ from stagewright.formulations.clusters.allocation import problem_of
 from stagewright.formulations.forms.answers import Progress, Status, StopToken, silent
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import Entity, Job, Throughputs, Workload
-from stagewright.graphs.workloads.loads import LOADS
-from stagewright.graphs.workloads.poisson import Arrivals
+from stagewright.graphs.workloads.poisson import LOADS, Arrivals
 from stagewright.graphs.workloads.prices import HOUR
 from stagewright.service.clusters.allocating import (
     policy_allocator,

@@ -139,7 +139,7 @@ KINDS: dict[str, JobKind] = {
         "An order of given stages.", "schedules.scheduling:require_scheduler", True),
     "compare-schedules": JobKind(CompareSchedulesRequest, "schedules.comparing:compare_schedules",
         "All schedules.", "schedules.scheduling:require_scheduler", True),
-    "schedule-curve": JobKind(MemoryCurveRequest, "schedules.memory_curves:schedule_curve",
+    "schedule-curve": JobKind(MemoryCurveRequest, "schedules.comparing:schedule_curve",
         "The best for every memory.", reports=True),
     "jobshop": JobKind(JobShopRequest, "schedules.scheduling:jobshop", "A job shop.",
         "schedules.scheduling:require_scheduler", True),

@@ -10,7 +10,7 @@ from stagewright.service.answers import CARRIED, Answer, Finite
 
 if TYPE_CHECKING:
     from stagewright.executor.measuring.compare import Comparison
-    from stagewright.executor.simulation.events import Simulation
+    from stagewright.executor.simulation.simulate import Simulation
     from stagewright.formulations.checking.order import Violation
     from stagewright.formulations.checking.proofs import Verdict
     from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable

@@ -49,8 +49,7 @@ class PiperResult(Bounded):
     """The best pipeline found and a bound on the time per sample of every pipeline (seconds).
 
     An optimal one is so up to ``LEAST``. ``stages`` are in the order of the pipeline; None if none
-    was found. ``upsets`` are those that were listed, None if there are more than ``MOST_UPSETS``;
-    ``priced`` the stages with a best choice within the last limit on the time.
+    was found. ``priced``: the stages with a best choice within the last limit on the time.
     """
 
     stages: tuple[PiperStage, ...] | None
@@ -58,7 +57,6 @@ class PiperResult(Bounded):
     bound: float
     proved_by: str
     status: Status
-    upsets: int | None
     priced: int
     seconds: float
 
@@ -128,7 +126,6 @@ class _PiperSearch:
             bound=bound,
             proved_by=UPSETS if bound > self.least else DEVICES,
             status=settled(status, cost, bound, LEAST),
-            upsets=len(self.lattice) if self.complete else None,
             priced=self.priced,
             seconds=perf_counter() - self.began,
         )

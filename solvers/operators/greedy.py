@@ -18,9 +18,8 @@ from stagewright.formulations.forms.models import LinearProgram
 from stagewright.formulations.operators.problem import GraphTimes, OperatorProblem
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.solvers.backends.backend import solve
-from stagewright.solvers.operators.insertion import by_devices, sources
+from stagewright.solvers.operators.insertion import by_devices, by_rank, mean_ranks, sources
 from stagewright.solvers.operators.insertion_kernel import ANY, ROUNDING, transfer
-from stagewright.solvers.operators.peers import by_rank, mean_ranks
 from stagewright.solvers.operators.ranks import Arrays, arrays_of, transfers
 from stagewright.solvers.pipelines.compiled import entry, inner
 

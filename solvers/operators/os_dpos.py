@@ -21,12 +21,13 @@ from stagewright.solvers.operators.insertion import (
     NEVER,
     NOTHING,
     Listing,
+    given_devices,
     keeps_memory,
     listed,
+    priorities,
     timetable,
 )
 from stagewright.solvers.operators.insertion_kernel import ANY, Cutoff, Known
-from stagewright.solvers.operators.peers import given_devices, priorities
 from stagewright.solvers.operators.ranks import Arrays, arrays_of, upward
 from stagewright.solvers.operators.search import FREED, SHARES
 

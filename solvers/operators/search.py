@@ -11,8 +11,15 @@ from stagewright.formulations.operators.problem import GraphTimes, OperatorProbl
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.solvers.operators.greedy import data_parallel, m_etf, m_sct, m_topo, single
-from stagewright.solvers.operators.insertion import by_devices, keeps_memory, peaks
-from stagewright.solvers.operators.peers import cpop, dpos, heft, peft
+from stagewright.solvers.operators.insertion import (
+    by_devices,
+    cpop,
+    dpos,
+    heft,
+    keeps_memory,
+    peaks,
+    peft,
+)
 from stagewright.solvers.operators.ranks import arrays_of
 from stagewright.solvers.operators.search_kernels import anneal
 

@@ -21,9 +21,8 @@ from stagewright.formulations.plans.plan import Bound
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.formulations.schedules.timing import ONE_MICROBATCH
 from stagewright.graphs.documents.arrays import Floats
-from stagewright.solvers.pipelines.generated import generated
 from stagewright.solvers.pipelines.rows.search import RowSearch, compile_row_kernels
-from stagewright.solvers.pipelines.scheduling import is_small, solve_schedule
+from stagewright.solvers.pipelines.scheduling import generated, is_small, solve_schedule
 
 FIRST = 0.4  # share of the time for a first look at all limits, those of least memory first
 

@@ -20,8 +20,8 @@ from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.structure import Structure, misfit
 from stagewright.formulations.schedules.placements import placed
 from stagewright.graphs.machines.ordering import recursive_device_order
-from stagewright.solvers.pipelines.generated import generated
 from stagewright.solvers.pipelines.rows.search import RowSearch, compile_row_kernels
+from stagewright.solvers.pipelines.scheduling import generated
 from stagewright.solvers.planners.steps.planner import PlanSearch
 from stagewright.solvers.planners.steps.proposal import (
     MemoryMode,

@@ -22,7 +22,7 @@ from stagewright.service.pipelines.requests import (
 if TYPE_CHECKING:
     from stagewright.executor.programs.trace import Trace
     from stagewright.executor.simulation.difference import PlanDifference
-    from stagewright.executor.simulation.events import Simulation
+    from stagewright.executor.simulation.simulate import Simulation
     from stagewright.formulations.checking.order import Violation
     from stagewright.formulations.checking.proofs import Verdict
     from stagewright.formulations.parallelism.document import LayoutPlan

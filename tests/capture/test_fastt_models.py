@@ -12,8 +12,7 @@ from step_loop import assert_equal_to_loop
 from torch._subclasses.fake_tensor import FakeTensor
 
 from stagewright.executor.capture.steps.analytic import with_analytic_seconds
-from stagewright.executor.capture.steps.factories import resized, without_values
-from stagewright.executor.capture.steps.step import capture_step
+from stagewright.executor.capture.steps.step import capture_step, resized, without_values
 from stagewright.executor.training.losses import cross_entropy
 
 pytestmark = pytest.mark.real

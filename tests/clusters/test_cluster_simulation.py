@@ -372,13 +372,17 @@ def test_what_cannot_run_is_refused() -> None:
 
 
 def test_pictures(tmp_path: Path) -> None:
-    jobs = [Job(str(n), "m", 400.0 * (n + 1), arrival_seconds=300.0 * n) for n in range(4)]
+    """Every job is named in that of the rounds, and looks different."""
+    jobs = [Job(f"job{n}", "m", 400.0, arrival_seconds=100.0 * n) for n in range(24)]
     pool = parse_pool("v100=2")
     timeline = simulate_cluster(jobs, UNIT, pool, equal, keep_assignments=True)
     draw_rounds(timeline, tmp_path / "rounds.svg")
     draw_utilisation(timeline, tmp_path / "busy.png")
     draw_jct_cdf({"equal": timeline, "again": timeline}, tmp_path / "jct.pdf")
-    assert (tmp_path / "rounds.svg").read_text().count("<path") > len(timeline.rounds)
+    picture = (tmp_path / "rounds.svg").read_text()
+    assert picture.count("<path") > len(timeline.rounds)
+    assert all(f"<!-- {n}  job{n} -->" in picture for n in range(24))
+    assert len({looks(n) for n in range(MAX_NAMED_JOBS)}) == MAX_NAMED_JOBS >= 48
     assert (tmp_path / "busy.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "jct.pdf").read_bytes().startswith(b"%PDF")
     bare = simulate_cluster(jobs, UNIT, pool, equal)
@@ -386,15 +390,6 @@ def test_pictures(tmp_path: Path) -> None:
         draw_rounds(bare, tmp_path / "rounds.svg")
     with pytest.raises(InputError, match=r"must be one of \.png"):
         draw_utilisation(timeline, tmp_path / "busy.gif")
-
-
-def test_every_job_of_a_picture_is_named_and_looks_different(tmp_path: Path) -> None:
-    jobs = [Job(f"job{n}", "m", 400.0, arrival_seconds=100.0 * n) for n in range(24)]
-    timeline = simulate_cluster(jobs, UNIT, parse_pool("v100=2"), equal, keep_assignments=True)
-    draw_rounds(timeline, tmp_path / "rounds.svg")
-    picture = (tmp_path / "rounds.svg").read_text()
-    assert all(f"<!-- {n}  job{n} -->" in picture for n in range(24))
-    assert len({looks(n) for n in range(MAX_NAMED_JOBS)}) == MAX_NAMED_JOBS >= 48
 
 
 @needs_data

@@ -79,7 +79,7 @@ def test_a_job_that_was_killed_for_its_memory_is_stopped_and_tried_again(tmp_pat
         assert client.wait(other, PATIENCE).stopped_by == "memory"  # the worker lives
         assert not job_processes(served.pid)
     with serving(store, tmp_path, workers=1) as served, Client(served.url) as client:
-        httpx.post(f"{served.url}/v1/jobs/{job}/retry").raise_for_status()
+        httpx.post(f"{served.url}/v1/jobs/{job}/retry", timeout=PATIENCE).raise_for_status()
         assert client.wait(job, PATIENCE).state == "optimal"
         assert client.job(other).state == "failed"
 

@@ -368,11 +368,11 @@ def test_a_server_whose_worker_hangs_is_not_live_and_ends(tmp_path: Path) -> Non
         assert hung.stdout is not None
         url = hung.stdout.readline().split()[-1]
         ends = time.monotonic() + PATIENCE
-        while (told := httpx.get(f"{url}/health/live", trust_env=False)).is_success:
+        while (told := httpx.get(f"{url}/health/live", trust_env=False, timeout=60)).is_success:
             assert time.monotonic() < ends
         assert (told.status_code, told.headers["Retry-After"]) == (503, "60")
         assert "a worker of this server hangs" in told.json()["detail"]
-        assert httpx.get(f"{url}/health/ready", trust_env=False).is_success
+        assert httpx.get(f"{url}/health/ready", trust_env=False, timeout=60).is_success
         (tmp_path / "may-end").touch()
         _, said = hung.communicate(timeout=PATIENCE)
         assert hung.returncode == 1

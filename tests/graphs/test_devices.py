@@ -23,10 +23,9 @@ from stagewright.graphs.machines.devices import (
     read_kind,
     require_arithmetic,
 )
-from stagewright.graphs.machines.fabric import Fabric, Level, fabric_of
+from stagewright.graphs.machines.fabric import Fabric, Level, ServerGroup, fabric_of, mixed_servers
 from stagewright.graphs.machines.networks import fabric_of_kind, network_link, server_link
 from stagewright.graphs.machines.rates import OTHER_DEVICE, rates_of
-from stagewright.graphs.machines.servers import ServerGroup, mixed_servers
 from stagewright.graphs.machines.topology import server_of
 from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
 from stagewright.service.layouts.problems import training_problem

@@ -9,8 +9,7 @@ import pytest
 import stagewright
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import Rate, Throughputs
-from stagewright.graphs.workloads.loads import LOADS
-from stagewright.graphs.workloads.poisson import DISTRIBUTED, MODELS, Arrivals
+from stagewright.graphs.workloads.poisson import DISTRIBUTED, LOADS, MODELS, Arrivals
 from stagewright.graphs.workloads.pool import parse_pool
 from stagewright.service.clusters.requests import ArrivalsRequest
 

@@ -53,7 +53,7 @@ class Woken:
 
     def once(self) -> None:
         """Wait for a call."""
-        self.calls.get(timeout=30.0)
+        self.calls.get(timeout=PATIENCE)
 
     def never(self) -> bool:
         """Whether there is none."""

@@ -89,7 +89,7 @@ def test_a_job_is_one_trace_from_its_request_to_its_end(
             job = posted.json()["id"]
             with Client(front) as client:
                 assert client.wait(job, PATIENCE).state == "optimal"
-            httpx.get(f"{front}/health/live")
+            httpx.get(f"{front}/health/live", timeout=60)
     traced = {one.name: one for one in collector.spans if one.trace_id.hex() == TRACE}
     assert set(traced) == {"POST /v1/jobshop", "queue", "job", "start", "solve"}
     request, run = traced["POST /v1/jobshop"], traced["job"]

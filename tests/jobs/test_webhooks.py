@@ -275,10 +275,15 @@ def test_a_server_tells_of_the_ends_of_its_jobs(
         receiving() as (origin, received),
         served(tmp_path, "--webhook-origin", origin) as (url, _),
     ):
-        made = httpx.post(f"{url}/v1/jobshop", content=TWO_JOBS, params={"webhook": origin})
+        made = httpx.post(
+            f"{url}/v1/jobshop", content=TWO_JOBS, params={"webhook": origin}, timeout=PATIENCE
+        )
         ends = time.monotonic() + PATIENCE
         path = f"{url}/v1/jobs/{made.json()['id']}"
-        while httpx.get(path).json()["webhook"]["state"] != "delivered" and time.monotonic() < ends:
+        while (
+            httpx.get(path, timeout=PATIENCE).json()["webhook"]["state"] != "delivered"
+            and time.monotonic() < ends
+        ):
             time.sleep(0.05)
         assert "webhook delivered\n" in answered("jobs", made.json()["id"], "--server", url)
     told = json.loads(received[0][1])

@@ -32,9 +32,8 @@ from stagewright.executor.programs.trace import (
     load_trace,
     save_trace,
 )
-from stagewright.executor.simulation.events import execute
 from stagewright.executor.simulation.run import planned_run
-from stagewright.executor.simulation.simulate import simulate
+from stagewright.executor.simulation.simulate import execute, simulate
 from stagewright.formulations.checking.check import predict
 from stagewright.formulations.plans.actions import Action, ActionKind
 from stagewright.formulations.plans.pipeline import PipelineProblem

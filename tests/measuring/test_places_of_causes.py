@@ -13,8 +13,8 @@ from stagewright.executor.drawing.timeline import headline
 from stagewright.executor.measuring.causes import BETWEEN, WAITING, TimeCause
 from stagewright.executor.measuring.compare import compare
 from stagewright.executor.programs.trace import Trace, TracedStep, save_trace
-from stagewright.executor.simulation.events import execute
 from stagewright.executor.simulation.run import planned_run
+from stagewright.executor.simulation.simulate import execute
 from stagewright.formulations.plans.plan import (
     PipelinePlan,
     Predicted,

@@ -13,9 +13,8 @@ from stagewright.formulations.operators.plan import operator_problem
 from stagewright.formulations.operators.splitting import choices_of, split_graph
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.solvers.operators.dividing import Places, divided
-from stagewright.solvers.operators.insertion import peaks
+from stagewright.solvers.operators.insertion import dpos, peaks
 from stagewright.solvers.operators.os_dpos import os_dpos, placed_critical_path
-from stagewright.solvers.operators.peers import dpos
 from stagewright.solvers.operators.ranks import arrays_of
 from stagewright.solvers.operators.search import FREED, METHODS, SHARES, first_of
 

@@ -12,7 +12,14 @@ from profiles import examples
 from benchmarks.operator_graphs import SHAPES, random_problem
 from stagewright.formulations.operators.bounds import critical_path
 from stagewright.solvers.operators.greedy import favourite_children, m_etf, m_sct, m_topo, single
-from stagewright.solvers.operators.peers import cpop, critical_devices, dpos, heft, mean_ranks, peft
+from stagewright.solvers.operators.insertion import (
+    cpop,
+    critical_devices,
+    dpos,
+    heft,
+    mean_ranks,
+    peft,
+)
 from stagewright.solvers.operators.ranks import arrays_of, transfers, upward
 
 METHODS = (dpos, heft, cpop, peft, m_etf, m_sct, m_topo, single)

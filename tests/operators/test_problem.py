@@ -17,8 +17,7 @@ from stagewright.formulations.operators.splitting import split_graph
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.operators.step_graph import Node, Output, Split, StepGraph
-from stagewright.solvers.operators.insertion import by_devices
-from stagewright.solvers.operators.peers import dpos
+from stagewright.solvers.operators.insertion import by_devices, dpos
 
 APART = [[0, 1], [1, 0]]
 # a (2 s) makes 3 bytes that b (1 s) and c (4 s) read; c and d (1 s) are a group.

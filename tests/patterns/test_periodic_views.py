@@ -29,8 +29,7 @@ from stagewright.executor.export import FORMATS, export
 from stagewright.executor.export.options import FormatOptions
 from stagewright.executor.measuring.compare import compare, correct, measured_plan
 from stagewright.executor.programs.trace import Trace, TracedStep, load_trace, save_trace
-from stagewright.executor.simulation.events import Deadlock
-from stagewright.executor.simulation.simulate import simulate
+from stagewright.executor.simulation.simulate import Deadlock, simulate
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.memory import static_bytes

@@ -20,13 +20,12 @@ from stagewright.formulations.schedules.order import F
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.solvers.backends.backend import solve
 from stagewright.solvers.backends.schedulers import solve_intervals
-from stagewright.solvers.pipelines.generated import generated
 from stagewright.solvers.pipelines.list_scheduling import schedule_order
 from stagewright.solvers.pipelines.rows.annealing import MEAN, anneal_rows
 from stagewright.solvers.pipelines.rows.kernels import SPREAD, time_rows
 from stagewright.solvers.pipelines.rows.rules import drawn_rule
 from stagewright.solvers.pipelines.rows.search import RowSearch, run_together
-from stagewright.solvers.pipelines.scheduling import solve_schedule
+from stagewright.solvers.pipelines.scheduling import generated, solve_schedule
 
 LIMITS = Limits(seconds=20, threads=2)
 SLACK = 1 + 1e-9

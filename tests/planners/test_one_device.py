@@ -12,7 +12,7 @@ from streams import device_problem
 from stagewright.executor.drawing.chrome import chrome_trace
 from stagewright.executor.drawing.page import page
 from stagewright.executor.drawing.timeline import timeline
-from stagewright.executor.programs.backward_first import lower_backward_first
+from stagewright.executor.programs.periodic import lower_backward_first
 from stagewright.executor.programs.verification.verify import verify
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.backprop.models import TWO_STREAMS

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 
-from stagewright.executor.programs.backward_first import lower_backward_first
+from stagewright.executor.programs.periodic import lower_backward_first
 from stagewright.executor.programs.verification.verify import verify
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.backprop.orders import OutOfOrder

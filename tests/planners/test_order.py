@@ -21,9 +21,8 @@ from stagewright.executor.export.options import FormatOptions
 from stagewright.executor.export.torch_pipelining import schedule as torch_csv
 from stagewright.executor.programs.lower import lower
 from stagewright.executor.programs.memory import Footprint
-from stagewright.executor.programs.program import Program
+from stagewright.executor.programs.program import InvalidProgram, Program
 from stagewright.executor.programs.verification.verify import verify
-from stagewright.executor.programs.work import InvalidProgram
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.checking.check import check, predict
 from stagewright.formulations.forms.answers import Limits, Status, silent

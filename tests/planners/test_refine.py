@@ -1,5 +1,6 @@
-"""The search on the stages of a plan: never worse, within its limits, often at the optimum."""
+"""Searches on the stages of a plan, and published seeds: never worse, valid, within limits."""
 
+import math
 import random
 import threading
 from dataclasses import replace
@@ -18,19 +19,32 @@ from stagewright.formulations.forms.answers import Limits, Progress, silent
 from stagewright.formulations.pipelines.bounds.stages import schedule_bounds
 from stagewright.formulations.pipelines.bppm import makespan_problem
 from stagewright.formulations.pipelines.grouped_stages import choices_of
-from stagewright.formulations.plans.assembly import assemble
+from stagewright.formulations.plans.assembly import assemble, certify
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.formulations.plans.plan import Bound
-from stagewright.formulations.plans.plan_class import EVERY_FINITE
-from stagewright.formulations.plans.structure import Structure
-from stagewright.graphs.machines.cluster import Device, from_matrix
+from stagewright.formulations.plans.plan import Bound, Stage
+from stagewright.formulations.plans.plan_class import EVERY_FINITE, SHARED_SPLIT
+from stagewright.formulations.plans.structure import Structure, work_of
+from stagewright.formulations.schedules.published.kinds import ScheduleChoice
+from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
+from stagewright.solvers.pipelines.every_plan import every_plan_bounds
+from stagewright.solvers.pipelines.structures.scheduling import Priority, best_schedule
 from stagewright.solvers.planners.baselines.simple import plan_dp, plan_gpipe
 from stagewright.solvers.planners.general import plan_general
-from stagewright.solvers.planners.steps.proposal import Choices, Proposal, cost_of
+from stagewright.solvers.planners.order import plan_order
+from stagewright.solvers.planners.published import PublishedSearch
+from stagewright.solvers.planners.steps.proposal import (
+    Choices,
+    NoPlan,
+    Proposal,
+    class_of_proposal,
+    cost_of,
+)
 from stagewright.solvers.planners.structures import refine as search
 from stagewright.solvers.planners.structures.refine import PlainPrices, refine
-from stagewright.solvers.planners.structures.reordering import Rebuilding
+from stagewright.solvers.planners.structures.reordering import Rebuilding, reorder
+from stagewright.solvers.planning import plan
+from stagewright.solvers.proofs import prove
 
 ROUNDING = 1 + 1e-9
 LIMITS = Limits(seconds=60.0)
@@ -151,3 +165,143 @@ def test_rebuilds_cover_the_layers_and_devices_stay_disjoint(data):
             assert priced.bound <= best * ROUNDING
             assert best <= seconds * ROUNDING
             assert cost_of(problem, made()) == pytest.approx(seconds)
+
+
+MODES = ("none", "full", "layer")
+
+
+def published(problem: PipelineProblem, ceiling: float) -> Proposal | NoPlan:
+    return PublishedSearch(problem, Limits(), silent).run(ceiling, MODES, Limits(10.0))
+
+
+@examples(40)
+@given(st.data())
+def test_seeds_are_valid_plans(data):
+    problem = data.draw(hard_problem(6, 4, 4))
+    search = PublishedSearch(problem, Limits(), silent)
+    for seconds in (0.02, 0.2):
+        found = search.run(math.inf, MODES, Limits(seconds))
+    if isinstance(found, NoPlan):
+        assert not found.proved
+        return
+    assert SHARED_SPLIT.contains(class_of_proposal(found))
+    assert check(problem, assemble(problem, "published", found.stages, found.starts)) == ()
+
+
+def equal_layers(memory: float = 1e12) -> PipelineProblem:
+    """Eight layers with F = I = W = 1 on four devices, without transfers that take time."""
+    cost = LayerCost(1, 1.0, 1e6, 1.0, input_gradient_seconds=1.0, weight_gradient_seconds=1.0)
+    chain = Chain("equal", "by hand", 1, tuple(Layer(f"l{i}", 1.0, (cost,)) for i in range(8)))
+    return PipelineProblem(chain, uniform_servers(1, 4, Link(1e15), memory_bytes=memory), 8)
+
+
+@pytest.mark.parametrize("kind", ["interleaved-zb", "zbv", "v-half", "hanayo", "zb-h2"])
+def test_no_slower_than_the_published_order(kind):
+    problem = equal_layers()
+    found = published(problem, math.inf)
+    given_order = plan_order(problem, Limits(10.0), silent, Choices(order=ScheduleChoice(kind)))
+    assert cost_of(problem, found) <= cost_of(problem, given_order) * (1 + 1e-9)
+
+
+def test_what_cannot_be_better_is_left_out():
+    problem = equal_layers()
+    found = published(problem, math.inf)
+    least = 8 * 2 * 3.0 + 3.0  # load of the last device, after the way of one microbatch
+    assert cost_of(problem, found) == pytest.approx(least)
+    assert isinstance(published(problem, least), NoPlan)
+
+
+@pytest.mark.slow
+def test_auto_bounds_all_orders_of_its_plan():
+    """Backwards are split here, and no plan of whole ones is as fast."""
+    result = plan(equal_layers(memory=8e6), "auto", Limits(8.0))
+    assert "published" in [one.planner for one in result.attempts]
+    (order,) = (
+        one
+        for one in result.plan.certificate.bounds
+        if (one.scope, one.plans) == ("schedule", SHARED_SPLIT)
+    )
+    assert order.seconds == pytest.approx(result.cost)
+
+
+MB = 1e6
+
+
+@examples(20)
+@given(st.data())
+def test_never_slower_and_valid(data):
+    problem = data.draw(hard_problem(4, 4, 4))
+    known = plan_general(problem, Limits(0.1), silent, Choices("auto", True))
+    assume(isinstance(known, Proposal))
+    found = reorder(problem, known, Limits(0.3), silent)
+    if isinstance(found, NoPlan):
+        assert not found.proved
+        return
+    assert cost_of(problem, found) <= cost_of(problem, known)
+    assert check(problem, assemble(problem, "reordered", found.stages, found.starts)) == ()
+
+
+def looped(memory: float, parameters: float = 0.0) -> tuple[PipelineProblem, Structure]:
+    """Six equal layers looped over two devices, with I and W; F saves 10 MB."""
+    cost = LayerCost(1, 1.0, 10 * MB, MB, input_gradient_seconds=1.0, weight_gradient_seconds=1.0)
+    chain = Chain(
+        "loop", "by hand", 1, tuple(Layer(f"l{i}", parameters, (cost,)) for i in range(6))
+    )
+    cluster = uniform_servers(2, 1, Link(10 * MB), Link(10 * MB), memory_bytes=memory)
+    names = [device.name for device in cluster.devices]
+    stages = tuple(Stage((i, i + 1), (names[i % 2],)) for i in range(6))
+    return PipelineProblem(chain, cluster, 4), Structure(stages, (True,) * 6)
+
+
+def scheduled(problem: PipelineProblem, structure: Structure, rule: Priority) -> Proposal:
+    """The list schedule of one rule."""
+    work, endings, _ = work_of(problem, structure)
+    found = best_schedule(work, endings, [rule])
+    assert found is not None
+    return Proposal(structure.stages, found.starts)
+
+
+@pytest.mark.parametrize("memory", [1000 * MB, 70 * MB])
+def test_a_loop_gets_shorter(memory):
+    problem, structure = looped(memory)
+    known = scheduled(problem, structure, Priority(math.inf, "WBF", "broad", "newest"))
+    found = reorder(problem, known, Limits(10.0), silent)
+    assert isinstance(found, Proposal)
+    assert cost_of(problem, found) < cost_of(problem, known)
+    assert check(problem, assemble(problem, "reordered", found.stages, found.starts)) == ()
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "verified"), (1.01, "refuted")])
+def test_the_bound_on_all_orders_is_proved_again(factor, verdict):
+    problem, structure = looped(1000 * MB)
+    known = scheduled(problem, structure, Priority(math.inf, "WBF", "broad", "newest"))
+    found = reorder(problem, known, Limits(10.0), silent)
+    assert isinstance(found, Proposal)
+    (bound,) = found.bounds
+    assert (bound.scope, bound.plans) == ("schedule", SHARED_SPLIT)
+    assert bound.seconds == pytest.approx(cost_of(problem, found), rel=1e-6)
+    plan = assemble(problem, "reordered", found.stages, found.starts)
+    certified = certify(problem, plan, [*every_plan_bounds(problem), bound], ())
+    forged = replace(bound, seconds=factor * bound.seconds)
+    stated = replace(certified.certificate, bounds=(forged,))
+    (again,) = prove(problem, replace(certified, certificate=stated), Limits(10.0))
+    assert again.verdict == verdict
+
+
+def test_one_microbatch_at_a_time_stays_in_order():
+    problem, structure = looped(40 * MB)
+    known = scheduled(problem, structure, Priority())
+    found = reorder(problem, known, Limits(0.5), silent)
+    assert isinstance(found, Proposal)
+    assert cost_of(problem, found) <= cost_of(problem, known)
+
+
+def test_stages_that_overlap_in_part_are_not_reordered():
+    cost = LayerCost(2, 1.0, MB, MB, backward_seconds=1.0)
+    chain = Chain("two", "by hand", 2, tuple(Layer(f"l{i}", MB, (cost,)) for i in range(2)))
+    problem = PipelineProblem(chain, uniform_servers(1, 2, Link(MB), Link(MB)), 2)
+    one, two = (device.name for device in problem.cluster.devices)
+    structure = Structure((Stage((0, 1), (one, two)), Stage((1, 2), (one,))), (False, False))
+    found = reorder(problem, scheduled(problem, structure, Priority()), Limits(1.0), silent)
+    assert isinstance(found, NoPlan)
+    assert not found.proved

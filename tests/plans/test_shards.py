@@ -16,9 +16,8 @@ from program_text import parse_program
 from stagewright.executor.drawing.timeline import timeline
 from stagewright.executor.export import export
 from stagewright.executor.programs.lower import lower
-from stagewright.executor.programs.program import plan_devices
+from stagewright.executor.programs.program import InvalidProgram, plan_devices
 from stagewright.executor.programs.verification.verify import verify
-from stagewright.executor.programs.work import InvalidProgram
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.checking.check import check, predict, require_valid
 from stagewright.formulations.forms.answers import Limits

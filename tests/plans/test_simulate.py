@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from plans import elaborate, make_stages, scheduled, small_problem, valid_plan
 from profiles import examples
 
-from stagewright.executor.simulation.events import Deadlock
-from stagewright.executor.simulation.simulate import simulate
+from stagewright.executor.simulation.simulate import Deadlock, simulate
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Schedule, Stage

@@ -10,9 +10,14 @@ from profiles import examples
 from program_text import parse_program
 
 from stagewright.executor.programs.periodic import lower_any
-from stagewright.executor.programs.program import Instruction, PeriodicProgram, Program, ProgramRows
+from stagewright.executor.programs.program import (
+    Instruction,
+    InvalidProgram,
+    PeriodicProgram,
+    Program,
+    ProgramRows,
+)
 from stagewright.executor.programs.verification.verify import verify
-from stagewright.executor.programs.work import InvalidProgram
 from stagewright.formulations.plans.actions import ActionKind, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
 from stagewright.graphs.documents.errors import InvalidPlan

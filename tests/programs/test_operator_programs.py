@@ -13,8 +13,7 @@ from random_steps import graphs
 from stagewright.executor.programs.operators.lower import lower_operators
 from stagewright.executor.programs.operators.placed import place_graph
 from stagewright.executor.programs.operators.verify import verify_operators
-from stagewright.executor.programs.program import Instruction, Program
-from stagewright.executor.programs.work import InvalidProgram
+from stagewright.executor.programs.program import Instruction, InvalidProgram, Program
 from stagewright.formulations.operators.splitting import split_graph
 from stagewright.formulations.plans.actions import Action, ActionKind
 from stagewright.graphs.documents.errors import InvalidPlan

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from profiles import examples
 from training_plans import even_samples, one_f_one_b, random_stages, straight
 
-from stagewright.executor.programs.work import pieces, rows
+from stagewright.executor.programs.program import pieces, rows
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
 from stagewright.graphs.documents.errors import InputError
 

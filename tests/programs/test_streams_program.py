@@ -12,9 +12,14 @@ from program_text import parse_program
 from races import Clocks, in_two_streams
 
 from stagewright.executor.programs.periodic import lower_any
-from stagewright.executor.programs.program import Instruction, PeriodicProgram, Row
+from stagewright.executor.programs.program import (
+    Instruction,
+    InvalidProgram,
+    PeriodicProgram,
+    Row,
+    waits,
+)
 from stagewright.executor.programs.verification.verify import verify
-from stagewright.executor.programs.work import InvalidProgram, waits
 from stagewright.formulations.plans.actions import ActionKind, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
 from stagewright.graphs.documents.errors import InputError

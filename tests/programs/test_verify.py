@@ -31,6 +31,7 @@ from stagewright.executor.programs.program import (
     RECEIVES,
     SENDS,
     Instruction,
+    InvalidProgram,
     PeriodicProgram,
     Program,
     Row,
@@ -39,7 +40,6 @@ from stagewright.executor.programs.program import (
     stages_on,
 )
 from stagewright.executor.programs.verification.verify import verify
-from stagewright.executor.programs.work import InvalidProgram
 from stagewright.formulations.plans.actions import COMPUTE, VERSIONED, Action, ActionKind, Weights
 from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan, Stage
 

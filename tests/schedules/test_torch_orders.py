@@ -9,10 +9,10 @@ from stagewright.formulations.schedules.published.chimera import dualpipe_v
 from stagewright.formulations.schedules.published.one_f_one_b import (
     breadth_first,
     interleaved,
+    interleaved_zero_bubble,
     ragged_interleaved,
 )
 from stagewright.formulations.schedules.published.zbv import zbv
-from stagewright.formulations.schedules.published.zero_bubble import interleaved_zero_bubble
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 6) for m in range(1, 4 * p + 1)]
 

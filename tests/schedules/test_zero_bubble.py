@@ -13,23 +13,24 @@ from profiles import examples
 from stagewright.formulations.schedules.order import F, I, Order, W
 from stagewright.formulations.schedules.placements import line, v_shape
 from stagewright.formulations.schedules.published.automatic import automatic, zb1p, zb2p
-from stagewright.formulations.schedules.published.automatic_v import (
-    _extra_forwards,
-    _VRounds,
-    automatic_v,
-)
 from stagewright.formulations.schedules.published.chimera import dualpipe_v
 from stagewright.formulations.schedules.published.controllable_memory import (
     backfilled,
     v_half,
     v_min,
 )
-from stagewright.formulations.schedules.published.one_f_one_b import interleaved, one_f_one_b
-from stagewright.formulations.schedules.published.zbv import zbv
-from stagewright.formulations.schedules.published.zero_bubble import (
+from stagewright.formulations.schedules.published.one_f_one_b import (
+    interleaved,
     interleaved_zero_bubble,
+    one_f_one_b,
     zb_h1,
     zb_h2,
+)
+from stagewright.formulations.schedules.published.zbv import (
+    _extra_forwards,
+    _VRounds,
+    automatic_v,
+    zbv,
 )
 from stagewright.formulations.schedules.timing import (
     ActivationMemory,

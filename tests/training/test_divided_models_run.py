@@ -18,7 +18,7 @@ from divided_models import MICROBATCHES, MODELS, SGD, data_of, planned, refused,
 from ranks import Ranks  # noqa: E402
 
 from benchmarks.plain_loop import difference, loop  # noqa: E402
-from stagewright.executor.capture.tensor_plans import PLANS  # noqa: E402
+from stagewright.executor.capture.layers import PLANS  # noqa: E402
 from stagewright.formulations.plans.plan import PipelinePlan, Stage  # noqa: E402
 
 TIED = {"gpt2", "llama-tied"}

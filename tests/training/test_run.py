@@ -423,7 +423,7 @@ def test_the_second_signal_ends_ranks_that_do_not_hear_the_first(job: Job) -> No
     assert "rank 1: stopped at step" in process.stderr.readline()  # the first is heard
     job.await_end(1)
     process.send_signal(signal.SIGINT)
-    _, complaints = process.communicate(timeout=TIMEOUT_SECONDS)
+    _, complaints = process.communicate(timeout=60 + TIMEOUT_SECONDS)
     assert process.returncode == 130
     assert complaints == "stagewright: rank 0: killed, as it did not end at SIGINT\n"
     job.require_all_gone()
@@ -441,7 +441,7 @@ def test_ranks_end_with_their_launcher(job: Job, number: int, code: int, told: s
     job.await_ranks(2)
     job.require_forks(process.pid)
     process.send_signal(number)
-    _, complaints = process.communicate(timeout=TIMEOUT_SECONDS)
+    _, complaints = process.communicate(timeout=60 + TIMEOUT_SECONDS)
     assert process.returncode == code
     job.require_all_gone()
     lines = sorted(complaints.splitlines())

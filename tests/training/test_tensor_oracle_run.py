@@ -28,9 +28,11 @@ from training_plans import fill_and_drain, of_order  # noqa: E402
 
 from examples.models import Transformer  # noqa: E402
 from stagewright.formulations.plans.plan import Stage  # noqa: E402
-from stagewright.formulations.schedules.published.one_f_one_b import interleaved  # noqa: E402
+from stagewright.formulations.schedules.published.one_f_one_b import (  # noqa: E402
+    interleaved,
+    zb_h1,
+)
 from stagewright.formulations.schedules.published.zbv import zbv  # noqa: E402
-from stagewright.formulations.schedules.published.zero_bubble import zb_h1  # noqa: E402
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-3, weight_decay=0.3)
 ALONE = Stage((0, 4), ("a",))

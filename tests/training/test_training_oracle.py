@@ -563,4 +563,4 @@ def test_no_process_outlives_a_killed_parent(tmp_path: Path) -> None:
     assert parent.stdout.readline() == "up\n"
     parent.kill()
     # The child writes to the same pipe: it ends when both are gone.
-    assert parent.communicate(timeout=30) == ("", None)
+    assert parent.communicate(timeout=300) == ("", None)

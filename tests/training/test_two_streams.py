@@ -22,8 +22,8 @@ from races import Accesses, RecordedStreams, in_two_streams  # noqa: E402
 from ranks import Ranks  # noqa: E402
 from torch import nn  # noqa: E402
 
-from stagewright.executor.programs.backward_first import lower_backward_first  # noqa: E402
-from stagewright.executor.programs.work import waits  # noqa: E402
+from stagewright.executor.programs.periodic import lower_backward_first  # noqa: E402
+from stagewright.executor.programs.program import waits  # noqa: E402
 from stagewright.executor.training import preparation  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.plans.actions import parse_action  # noqa: E402

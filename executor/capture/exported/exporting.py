@@ -23,8 +23,14 @@ from torch.fx.experimental import _config
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.nn.utils.stateless import _reparametrize_module
 
-from stagewright.executor.capture.exported.blocks import innermost, leaves_of, like
-from stagewright.executor.capture.exported.conversion import CURE, Exported, converted
+from stagewright.executor.capture.exported.conversion import (
+    CURE,
+    Exported,
+    converted,
+    innermost,
+    leaves_of,
+    like,
+)
 from stagewright.executor.capture.exported.whole_calls import WholeCall, called_whole
 from stagewright.executor.capture.places import deciding, passing, place_of, shown, unchecked
 from stagewright.executor.capture.python_state import attributes_kept, described, snapshot

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 
 from stagewright.executor.programs.memory import RowProgress
 from stagewright.executor.programs.operators.placed import PlacedGraph, Value
-from stagewright.executor.programs.program import Instruction, Program
+from stagewright.executor.programs.program import Instruction, InvalidProgram, Program
 from stagewright.executor.programs.verification.transfers import require_transfers
-from stagewright.executor.programs.work import InvalidProgram
 from stagewright.formulations.plans.actions import OF_OPERATORS, Action, ActionKind
 
 RUN, FREE = ActionKind.RUN, ActionKind.FREE

@@ -3,8 +3,14 @@
 from collections.abc import Iterator
 
 from stagewright.executor.programs.memory import RowProgress
-from stagewright.executor.programs.program import Instruction, Program, handed, received, stages_on
-from stagewright.executor.programs.work import ProgramWork
+from stagewright.executor.programs.program import (
+    Instruction,
+    Program,
+    ProgramWork,
+    handed,
+    received,
+    stages_on,
+)
 from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind
 from stagewright.formulations.plans.shards import mates
 

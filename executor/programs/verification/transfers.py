@@ -4,8 +4,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, product, zip_longest
 
-from stagewright.executor.programs.program import SENDS, Instruction, Program, received, transfers
-from stagewright.executor.programs.work import InvalidProgram, ProgramWork
+from stagewright.executor.programs.program import (
+    SENDS,
+    Instruction,
+    InvalidProgram,
+    Program,
+    ProgramWork,
+    received,
+    transfers,
+)
 from stagewright.formulations.plans.actions import SEND_B, SEND_F, Action
 
 

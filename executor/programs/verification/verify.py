@@ -22,8 +22,10 @@ from stagewright.executor.programs.memory import Footprint, require_memory
 from stagewright.executor.programs.program import (
     Families,
     Instruction,
+    InvalidProgram,
     PeriodicProgram,
     Program,
+    ProgramWork,
     Row,
     moved_action,
     plan_devices,
@@ -39,7 +41,6 @@ from stagewright.executor.programs.verification.versions import (
     require_versions,
     versions_at_first_stage,
 )
-from stagewright.executor.programs.work import InvalidProgram, ProgramWork
 from stagewright.formulations.plans.actions import (
     COMPUTE,
     OF_OPERATORS,

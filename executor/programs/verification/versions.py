@@ -3,8 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping
 
-from stagewright.executor.programs.program import Program, Row
-from stagewright.executor.programs.work import InvalidProgram, ProgramWork
+from stagewright.executor.programs.program import InvalidProgram, Program, ProgramWork, Row
 from stagewright.formulations.plans.actions import COMPUTE, UPDATE, Action, ActionKind, F
 
 STASH, USE, DROP = ActionKind.STASH, ActionKind.USE, ActionKind.DROP

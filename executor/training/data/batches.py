@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from stagewright.executor.capture.signature import Signature, signed, taken_apart
-from stagewright.executor.programs.program import plan_devices
-from stagewright.executor.programs.work import rows
+from stagewright.executor.programs.program import plan_devices, rows
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
 from stagewright.graphs.documents.errors import InputError
 

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stagewright.executor.programs.program import Instruction, Row
+from stagewright.executor.programs.program import Instruction, Row, Samples
 from stagewright.executor.programs.trace import RankAction
-from stagewright.executor.programs.work import Rows
 from stagewright.executor.training.data.batches import Batch, mapped_batch, tensors_of_batch
 from stagewright.executor.training.interpreter.agreement import Agreement
 from stagewright.executor.training.interpreter.exchange import (
@@ -89,7 +88,7 @@ class Interpreter:
         weights: Mapping[int, Weights],
         groups: Mapping[int, dist.ProcessGroup],
         boundaries: Sequence[Boundary],
-        lanes: Sequence[Sequence[Rows]],
+        lanes: Sequence[Sequence[Samples]],
         samples: int,
         *,
         loss: Loss,

@@ -4,8 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
-from stagewright.executor.programs.program import moved_action, updates_of_iteration
-from stagewright.executor.programs.work import Rows
+from stagewright.executor.programs.program import Samples, moved_action, updates_of_iteration
 from stagewright.executor.training.data.batches import Batch, mapped_batch
 from stagewright.executor.training.ranks.rank import Rank
 from stagewright.executor.training.stages.stage import Tensors
@@ -27,7 +26,7 @@ class Iterations:
     def __init__(
         self,
         rank: Rank,
-        lanes: Sequence[Sequence[Rows]],
+        lanes: Sequence[Sequence[Samples]],
         samples: int,
         stages: Collection[int],
         *,
@@ -112,7 +111,7 @@ class Iterations:
         return lambda batch: batch[start:stop][rows]
 
 
-def _as_index(rows: Rows) -> slice | list[int]:
+def _as_index(rows: Samples) -> slice | list[int]:
     """The samples ``rows``; a slice where they are consecutive, which copies nothing."""
     if rows == tuple(range(rows[0], rows[0] + len(rows))):
         return slice(rows[0], rows[0] + len(rows))

@@ -11,8 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from stagewright.executor.programs.program import Row
-from stagewright.executor.programs.work import waits
+from stagewright.executor.programs.program import Row, waits
 from stagewright.graphs.documents.errors import InputError
 
 

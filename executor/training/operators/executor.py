@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from stagewright.executor.capture.steps.factories import share_of
-from stagewright.executor.capture.steps.step import CapturedStep, capture_step
+from stagewright.executor.capture.steps.step import CapturedStep, capture_step, share_of
 from stagewright.executor.programs.operators.lower import lower_operators
 from stagewright.executor.programs.operators.placed import PlacedGraph, devices_of
 from stagewright.executor.programs.operators.trace import traced_operators

@@ -25,8 +25,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
-from stagewright.executor.capture.tensor_plans import TensorPlan, class_of
+from stagewright.executor.capture.layers import CapturedLayer, LayeredModel, TensorPlan, class_of
 from stagewright.executor.capture.twins import twin
 from stagewright.executor.training.sharding.parallel_layers import (
     SAME,

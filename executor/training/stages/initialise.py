@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from stagewright.executor.capture.evaluation import with_evaluation
 from stagewright.executor.capture.exported.exporting import Example
 from stagewright.executor.capture.layers import LayeredModel
-from stagewright.executor.capture.plain_modules import made_plain
+from stagewright.executor.capture.python_state import made_plain
 from stagewright.executor.capture.tracing import capture
 from stagewright.executor.capture.twins import copied, twin
 from stagewright.executor.training.stages.partial_build import (

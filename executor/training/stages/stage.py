@@ -22,7 +22,7 @@ from stagewright.executor.capture.split_backward import split_layer
 from stagewright.executor.capture.split_layer import CannotSplit, Saved, SavedForWeights, SplitLayer
 from stagewright.executor.capture.twins import made_once
 from stagewright.executor.programs.memory import Footprint
-from stagewright.executor.programs.work import Rows
+from stagewright.executor.programs.program import Samples
 from stagewright.executor.training.stages.division import compiled_layer
 from stagewright.executor.training.stages.flights import (
     Held,
@@ -56,7 +56,7 @@ class SampleShare:
     them: what such a layer draws depends on the ``lane``, the device's place among them.
     """
 
-    rows: Rows
+    rows: Samples
     samples: int
     lane: int
     draws: tuple[tuple[WholeDraw, ...] | None, ...]

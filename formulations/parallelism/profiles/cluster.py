@@ -13,8 +13,8 @@ from stagewright.graphs.documents.units import (
 )
 from stagewright.graphs.machines.cluster import Cluster, Link, ServerLinks
 from stagewright.graphs.machines.devices import ACCELERATORS, accelerator
+from stagewright.graphs.machines.fabric import with_levels
 from stagewright.graphs.machines.networks import NETWORK_LATENCY, SERVER_LATENCY, fabric_of_kind
-from stagewright.graphs.machines.servers import with_levels
 
 WHOLE = "whole"
 

@@ -31,6 +31,7 @@ from stagewright.graphs.documents.units import format_bytes
 from stagewright.graphs.machines.canonical import reordered
 
 MARGIN = 1e-9  # relative; rounding of sums of bytes
+PRECISION = 1e-6  # relative width at which the bisection for the copies stops
 
 
 @dataclass(frozen=True)
@@ -162,11 +163,8 @@ class LeastTimes:
     def all_reduce(self, r: int) -> Floats:
         """Least seconds of a layer's all-reduce among r devices, shape (L,)."""
         bandwidth, latency = (float(one[r - 1]) for one in self.ring)
-        moved, slowdown = (
-            self.problem.chain.parameter_bytes,
-            self.problem.cluster.all_reduce_slowdown,
-        )
-        return 2 * ring_seconds(r, moved, bandwidth, latency, slowdown)
+        moved, cluster = self.problem.chain.parameter_bytes, self.problem.cluster
+        return 2 * ring_seconds(r, moved, bandwidth, latency, cluster.all_reduce_slowdown)
 
     def slowest_of(self, r: int, seconds: Floats) -> Floats:
         """The least time of the slowest of r devices, shape (L,), from times per kind (K, L)."""
@@ -189,8 +187,6 @@ LAYER = "longest layer with its all-reduce"
 COPIES = "copies of the layers that fit in memory"
 PATH = "way of one microbatch"
 LAYER_PATH = "longest layer and the way around it"
-
-PRECISION = 1e-6  # relative width at which the bisection for the copies stops
 
 
 def priced_load_bound(
@@ -238,14 +234,13 @@ def price_program(problem: PipelineProblem) -> LinearProgram:
         shape=(rows, kinds + costs),
     )
     counts = np.append(np.bincount(times.kind_of), np.zeros(costs))
-    free = np.full(kinds + costs, np.inf)
     return LinearProgram(
         cost=np.append(np.zeros(kinds), -np.ones(costs)),
         matrix=sparse.csr_array(sparse.vstack([matrix, counts[None, :]])),
         row_lower=np.append(np.zeros(rows), 1.0),
         row_upper=np.append(np.full(rows, np.inf), 1.0),
         lower=np.zeros(kinds + costs),
-        upper=free,
+        upper=np.full(kinds + costs, np.inf),
         integral=np.zeros(kinds + costs, dtype=bool),
     )
 
@@ -277,9 +272,7 @@ def copies_bound(problem: PipelineProblem, streams: Literal[1, 2] = 2) -> float:
     work = problem.microbatches * times.device_seconds(times.occupied).min(axis=0)
     steps = times.update.min(axis=0)
     memory = float(problem.memory_bytes.sum()) * (1 + MARGIN)
-
-    states = times.state_bytes
-    kept = states > 0
+    states, kept = times.state_bytes, times.state_bytes > 0
     if not np.isfinite(work).all():
         return math.inf
 
@@ -331,16 +324,12 @@ def layer_path_bound(problem: PipelineProblem, whole: bool) -> float:
     tail = np.where(np.arange(layers) > 0, first + np.cumsum(back) - back - back[0], 0.0)
     around = np.append(np.cumsum((forward + back)[::-1])[::-1], 0.0)[1:]  # of the layers after l
     best = np.full(layers, np.inf)
+    parts = [times.forward, backward, times.forward + backward]
+    parts += [] if whole else [gradient, times.forward + gradient]
     for r in times.worthwhile:
         ring, step = times.all_reduce(r), times.slowest_of(r, times.update)
-        parts = (
-            times.forward,
-            backward,
-            gradient,
-            times.forward + backward,
-            times.forward + gradient,
-        )
-        for f, b, i, work, sent in zip(*(_busy(times, one, r) for one in parts), strict=True):
+        for f, b, work, *of_gradient in zip(*(_busy(times, one, r) for one in parts), strict=True):
+            i, sent = of_gradient or (b, work)
             returned = around + np.maximum(f + _least(backward), forward + b)
             passed = around + np.maximum(f + back, forward + i)
             ends = np.maximum(work, returned) + ring + step, np.maximum(sent, passed) + tail

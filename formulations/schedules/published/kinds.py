@@ -19,16 +19,14 @@ from stagewright.formulations.schedules.published.one_f_one_b import (
     breadth_first,
     gpipe,
     interleaved,
+    interleaved_zero_bubble,
     one_f_one_b,
     ragged_interleaved,
     round_robin,
-)
-from stagewright.formulations.schedules.published.zbv import zbv
-from stagewright.formulations.schedules.published.zero_bubble import (
-    interleaved_zero_bubble,
     zb_h1,
     zb_h2,
 )
+from stagewright.formulations.schedules.published.zbv import zbv
 from stagewright.formulations.schedules.timing import ActivationMemory, StageTimes
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError

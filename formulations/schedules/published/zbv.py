@@ -1,15 +1,149 @@
-"""ZBV: zero bubble with two stages per device in a V (Qi et al. 2024, arXiv version, section 6)."""
+"""ZBV: zero bubble with two stages per device in a V (Qi et al. 2024, arXiv version, section 6).
 
-from collections.abc import Sequence
+`automatic_v` is for any times and memory. After the warm-up of the handcrafted schedule, every
+device does one forward and one input gradient per round, the later one on a microbatch's way first;
+weight gradients fill the gaps as in `automatic`.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
+from itertools import cycle, islice, product
 
-from stagewright.formulations.plans.actions import Action
+from stagewright.formulations.plans.actions import Action, ActionKind
 from stagewright.formulations.schedules.order import B, F, I, Order, Row, W
 from stagewright.formulations.schedules.placements import Device, v_shape
 from stagewright.formulations.schedules.published.automatic import Goal
-from stagewright.formulations.schedules.published.automatic_v import automatic_v
-from stagewright.formulations.schedules.published.construction import require_stages
+from stagewright.formulations.schedules.published.construction import Construction, require_stages
 from stagewright.formulations.schedules.timing import ActivationMemory, StageTimes, activations
+
+
+def automatic_v(
+    times: StageTimes, microbatches: int, memory: ActivationMemory, goal: Goal = "makespan"
+) -> Order:
+    """The best order of the rules for short gaps and warm-ups; device d has d and 2 p - 1 - d.
+
+    Each rule is tried again with the idle time that a device had less than the one with the most,
+    as long as this helps. The goal ``span`` is the longest time from a device's first start to its
+    last end.
+
+    Raises InputError if a device has no room for one microbatch of both its stages.
+    """
+    device = v_shape(len(times.forward) // 2)
+    memory.require_room(device)
+    span_first = goal == "span"
+
+    def cost(one: _VRounds) -> tuple[float, float]:
+        return span_first and one.span(), one.makespan()
+
+    tried: list[_VRounds] = []
+    for extra, fills in product(_extra_forwards(times, memory), ((), (F,), (I,), (F, I))):
+        better = _VRounds(device, times, microbatches, memory, fills, extra=extra).built()
+        while not tried or better is not tried[-1]:
+            tried.append(better)
+            slack = [max(better.idle) - idle for idle in better.idle]
+            again = _VRounds(device, times, microbatches, memory, fills, slack, extra).built()
+            better = min(better, again, key=cost)
+    return min(tried, key=cost).order()
+
+
+def _extra_forwards(times: StageTimes, memory: ActivationMemory) -> list[tuple[int, ...]]:
+    """How many more forwards devices may do before their first microbatch returns.
+
+    While it is on its way to the last device and back, as many fit as transfers leave time for. Of
+    these at most 0, 1, 2, half and all are tried, if all forwards of the warm-up fit in memory.
+    """
+    devices = len(memory.limit)
+    last, time = len(times.forward) - 1, 0.0
+    extra = [0] * devices
+    for d in reversed(range(devices - 1)):
+        time += times.send_forward[d] + times.send_forward[last - d - 1]
+        extra[d] = int(time / times.forward[d]) if times.forward[d] > 0 else 0
+    pairs = [saved + memory.saved[last - d] for d, saved in enumerate(memory.saved[:devices])]
+    room = min(
+        int(2 * limit / pair) if pair > 0 else 0
+        for limit, pair in zip(memory.limit, pairs, strict=True)
+    )
+    most = max(0, min(max(extra), room - 2 * devices + 1))
+    tried = sorted({min(k, most) for k in (0, 1, 2, most // 2, most)})
+    return [tuple(min(one, k) for one in extra) for k in tried]
+
+
+class _VRounds(Construction):
+    """The rounds of a V. Device d has the stages d ("down") and ``last`` - d ("up").
+
+    ``extra`` are forwards per device before its first microbatch returns, beside those of ZBV.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        times: StageTimes,
+        microbatches: int,
+        memory: ActivationMemory,
+        fills: Collection[ActionKind],
+        slack: Sequence[float] = (),
+        extra: Sequence[int] = (),
+    ) -> None:
+        super().__init__(device, times, microbatches, memory, fills, slack)
+        self.extra = extra or [0] * len(self.rows)
+
+    def built(self) -> "_VRounds":
+        """Schedule everything."""
+        self._warm_up()
+        devices = range(len(self.rows))
+        while min(self.inputs) < self.count:
+            up = [d for d in devices if self._has_input(self.last - d)]
+            for d in reversed(up):
+                self._forward(self.last - d)
+            for d in devices:
+                if d not in up and self._has_input(d):
+                    self._forward(d)
+            down = [d for d in devices if self._has_gradient(d)]
+            for d in devices:
+                if d not in down and self._has_gradient(self.last - d):
+                    self.input_gradient(self.last - d)
+            for d in reversed(down):
+                self.input_gradient(d)
+        self.finish()
+        return self
+
+    def _warm_up(self) -> None:
+        """Forwards of the first stage until its first microbatch returns, then of both in turn."""
+        left = [self._first_forwards(d) for d in range(len(self.rows))]
+        following = [next(one, None) for one in left]
+        moved = True
+        while moved:
+            moved = False
+            for d, stages in enumerate(left):
+                s = following[d]
+                while s is not None and (self.forwards[s] == self.count or self._has_input(s)):
+                    if self.forwards[s] < self.count:
+                        self._forward(s)
+                    s, moved = next(stages, None), True
+                following[d] = s
+
+    def _first_forwards(self, d: int) -> Iterator[int]:
+        more = self.extra[d]
+        yield from [d] * (2 * (len(self.rows) - d) - 1 + more)
+        yield from islice(cycle((self.last - d, d)), 2 * d + self.extra[0] - more)
+
+    def _has_input(self, s: int) -> bool:
+        return self.forwards[s] < len(self.there[s])
+
+    def _has_gradient(self, s: int) -> bool:
+        return self.inputs[s] < len(self.back[s])
+
+    def _forward(self, s: int) -> None:
+        """A forward, if there is memory.
+
+        Microbatches on their way to the second stage leave room for one there: else the devices
+        could wait for memory forever. All others end without more memory.
+        """
+        d, up = self.device[s], self.last - self.device[s]
+        outgoing = self.forwards[d] - self.forwards[up] + (s == d)
+        least = outgoing * self.memory.saved[d] + self.memory.saved[up]
+        if (s != d or least <= self.memory.limit[d]) and self.makes_room(s):
+            self.forward(s)
 
 
 def in_units(paths: Sequence[Device], unit: int, microbatches: int) -> Order:

@@ -21,7 +21,7 @@ from stagewright.graphs.documents.units import parse_bandwidth
 
 if TYPE_CHECKING:
     from stagewright.graphs.machines.cluster import Cluster, Link
-    from stagewright.graphs.machines.servers import ServerGroup
+    from stagewright.graphs.machines.fabric import ServerGroup
     from stagewright.graphs.machines.topology import Listed
 
 _SHAPE = re.compile(r"(\d+[xX])?\d+[xX]\d+")
@@ -66,7 +66,7 @@ def read_cluster(options: ClusterOptions) -> "Cluster":
 def _of_server(options: ClusterOptions) -> "Cluster":
     """One server of a matrix or of a name, or several of it."""
     from stagewright.graphs.machines import topology
-    from stagewright.graphs.machines.servers import mixed_servers, repeated
+    from stagewright.graphs.machines.fabric import mixed_servers, repeated
 
     if options.bandwidth.intra:
         raise InputError(
@@ -109,7 +109,7 @@ def _of_device(kind: DescribedKind, options: ClusterOptions) -> dict[str, Any]:
 def _of_listings(options: ClusterOptions, files: Sequence[Path]) -> "Cluster":
     """The servers that tools' outputs list."""
     from stagewright.graphs.importers.machine_lists import listed_machines, with_cards
-    from stagewright.graphs.machines.servers import ServerGroup, mixed_servers, repeated
+    from stagewright.graphs.machines.fabric import ServerGroup, mixed_servers, repeated
 
     read = [one for file in files for one in listed_machines(documents.read_text(file), str(file))]
     counted = _counted(options.shape, with_cards(read))
@@ -232,7 +232,7 @@ def _server(
 
 def _of_kinds(options: ClusterOptions, shape: str) -> "Cluster":
     """Servers of several kinds."""
-    from stagewright.graphs.machines.servers import mixed_servers
+    from stagewright.graphs.machines.fabric import mixed_servers
 
     if options.device is not None:
         raise InputError(f"--device {options.device}: the shape {shape} names the kinds")
@@ -250,7 +250,7 @@ def _of_kinds(options: ClusterOptions, shape: str) -> "Cluster":
 def _of_shape(options: ClusterOptions, shape: str) -> "Cluster":
     """Equal servers, in racks or not."""
     from stagewright.graphs.machines.cluster import Link
-    from stagewright.graphs.machines.servers import mixed_servers
+    from stagewright.graphs.machines.fabric import mixed_servers
     from stagewright.graphs.machines.topology import uniform_racks
 
     if _SHAPE.fullmatch(shape) is None:
@@ -304,7 +304,7 @@ def _group(
 
     A single device has a link too, unless it ``is_linked`` to other racks.
     """
-    from stagewright.graphs.machines.servers import ServerGroup
+    from stagewright.graphs.machines.fabric import ServerGroup
 
     intra = kind.link("intra") if devices > 1 or kind.intra is not None else None
     inter = kind.link("inter", devices) if total > 1 or kind.network is not None else None

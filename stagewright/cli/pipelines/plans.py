@@ -35,7 +35,7 @@ from stagewright.service.pipelines.requests import CheckRequest, SimulateRequest
 
 if TYPE_CHECKING:
     from stagewright.executor.simulation.difference import PlanDifference
-    from stagewright.executor.simulation.events import PeriodicRun
+    from stagewright.executor.simulation.simulate import PeriodicRun
     from stagewright.formulations.checking.proofs import Verdict
     from stagewright.service.pipelines.answers import CheckAnswer, SimulateAnswer
 

@@ -231,8 +231,12 @@ def capture(given: CaptureOptions) -> int:
 
     from stagewright.cli.factories import load_factory, parse_optimizer
     from stagewright.executor.capture.steps.analytic import with_analytic_seconds
-    from stagewright.executor.capture.steps.factories import resized, share_of, without_values
-    from stagewright.executor.capture.steps.step import capture_step
+    from stagewright.executor.capture.steps.step import (
+        capture_step,
+        resized,
+        share_of,
+        without_values,
+    )
     from stagewright.executor.measuring.machine import MeasuringMachine
     from stagewright.executor.measuring.operators import measure_operators
     from stagewright.executor.measuring.profiling import first_batch

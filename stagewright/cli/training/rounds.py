@@ -172,8 +172,7 @@ def _when_it_ends(given: TrainOptions) -> tuple[float, int]:
 def _captured(given: TrainOptions) -> "StepGraph":
     """The graph of a training step, without times."""
     from stagewright.cli.factories import load_factory
-    from stagewright.executor.capture.steps.factories import share_of, without_values
-    from stagewright.executor.capture.steps.step import capture_step
+    from stagewright.executor.capture.steps.step import capture_step, share_of, without_values
     from stagewright.executor.measuring.profiling import first_batch
     from stagewright.executor.training.losses import cross_entropy
     from stagewright.graphs.models.operators.data_parallel import data_parallel
