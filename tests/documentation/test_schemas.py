@@ -73,7 +73,7 @@ MADE = (
     graph(),
     trace(),
     report(),
-    replace(report(), shares=(Share("a", "v100", 0.5, 0.4),)),
+    replace(report(), shares=(Share("a", "v100", 0.5, 0.4, 2.0, None),)),
     rates_of("h100"),
     timed(),
     CostBook((Computed("y", "v100", 2, 1.0),)),
