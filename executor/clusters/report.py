@@ -54,7 +54,7 @@ class Share:
     target: float
     measured: float
     predicted_steps_per_second: float
-    steps_per_second: float | None
+    steps_per_second: float | None = None
 
 
 @documents.record
