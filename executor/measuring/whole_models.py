@@ -128,9 +128,8 @@ def mean_of_ranks(chain: Chain, degree: int = 1) -> Chain:
     every: list[Chain] = [chain] * dist.get_world_size()
     dist.all_gather_object(every, chain)
     groups = [_combined(every[i : i + degree], max) for i in range(0, len(every), degree)]
-    return replace(
-        _combined(groups, np.mean), source=f"{chain.source}, by {len(every)} ranks at once"
-    )
+    mean = _combined(groups, np.mean)
+    return replace(mean, source=f"{mean.source}, by {len(every)} ranks at once")
 
 
 def _combined(chains: Sequence[Chain], way: Callable[[Sequence[float]], float]) -> Chain:
