@@ -214,7 +214,7 @@ def _verified(
         water_filling.objective(problem, allocation, needs),
         bound,
         allocation,
-        f"water-filling verifier: duals of one LP per level ({last.backend})"
+        f"water-filling verifier: caps, and duals of LPs for levels beyond them ({last.backend})"
         if wrong is None
         else None,
         levels=levels.astype(float),
