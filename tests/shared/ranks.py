@@ -121,7 +121,7 @@ class Ranks:
         function: Callable[..., Any],
         world_size: int,
         *args: Any,
-        timeout_seconds: float = 60.0,
+        timeout_seconds: float = 180.0,
     ) -> list[Any]:
         """Return ``function(group, rank, *args)`` of every rank.
 
