@@ -200,7 +200,7 @@ def test_a_longer_warm_up_helps_where_transfers_are_long():
     memory, device = activations(v_shape(4), 16), v_shape(4)
     plain = _VRounds(device, times, 12, memory, ()).built()
     longer = [
-        _VRounds(device, times, 12, memory, (), extra=extra).built()
+        _VRounds(device, times, 12, memory, ()).built(extra)
         for extra in _extra_forwards(times, memory)
     ]
     assert min(one.span() for one in longer) < plain.span()

@@ -23,7 +23,6 @@ Require: TypeAlias = Callable[[TrainingProblem, Layout, str], None]
 
 Files: TypeAlias = Callable[[TrainingProblem, Layout], dict[str, str]]
 
-
 Told: TypeAlias = Callable[[TrainingProblem, Layout], str | None]
 
 

@@ -5,11 +5,11 @@ device does one forward and one input gradient per round, the later one on a mic
 weight gradients fill the gaps as in `automatic`.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import cycle, islice, product
 
-from stagewright.formulations.plans.actions import Action, ActionKind
+from stagewright.formulations.plans.actions import Action
 from stagewright.formulations.schedules.order import B, F, I, Order, Row, W
 from stagewright.formulations.schedules.placements import Device, v_shape
 from stagewright.formulations.schedules.published.automatic import Goal
@@ -37,11 +37,11 @@ def automatic_v(
 
     tried: list[_VRounds] = []
     for extra, fills in product(_extra_forwards(times, memory), ((), (F,), (I,), (F, I))):
-        better = _VRounds(device, times, microbatches, memory, fills, extra=extra).built()
+        better = _VRounds(device, times, microbatches, memory, fills).built(extra)
         while not tried or better is not tried[-1]:
             tried.append(better)
             slack = [max(better.idle) - idle for idle in better.idle]
-            again = _VRounds(device, times, microbatches, memory, fills, slack, extra).built()
+            again = _VRounds(device, times, microbatches, memory, fills, slack).built(extra)
             better = min(better, again, key=cost)
     return min(tried, key=cost).order()
 
@@ -69,26 +69,14 @@ def _extra_forwards(times: StageTimes, memory: ActivationMemory) -> list[tuple[i
 
 
 class _VRounds(Construction):
-    """The rounds of a V. Device d has the stages d ("down") and ``last`` - d ("up").
+    """The rounds of a V. Device d has the stages d ("down") and ``last`` - d ("up")."""
 
-    ``extra`` are forwards per device before its first microbatch returns, beside those of ZBV.
-    """
+    def built(self, extra: Sequence[int] = ()) -> "_VRounds":
+        """Schedule everything.
 
-    def __init__(
-        self,
-        device: Device,
-        times: StageTimes,
-        microbatches: int,
-        memory: ActivationMemory,
-        fills: Collection[ActionKind],
-        slack: Sequence[float] = (),
-        extra: Sequence[int] = (),
-    ) -> None:
-        super().__init__(device, times, microbatches, memory, fills, slack)
+        ``extra`` are forwards per device before its first microbatch returns, beside those of ZBV.
+        """
         self.extra = extra or [0] * len(self.rows)
-
-    def built(self) -> "_VRounds":
-        """Schedule everything."""
         self._warm_up()
         devices = range(len(self.rows))
         while min(self.inputs) < self.count:

@@ -57,9 +57,8 @@ class ListWork(NamedTuple):
             work.again, work.offloaded, work.offload, np.array([one for _, one, *_ in number]),
             np.array([one for _, _, one, _ in number]), np.array(alike),
         )  # fmt: skip
-        return cls(
-            *map(np.ascontiguousarray, arrays)
-        )  # the layouts that the kernel is compiled for
+        # The kernel is compiled for contiguous arrays.
+        return cls(*map(np.ascontiguousarray, arrays))
 
 
 def _joined(lists: list[list[int]]) -> tuple[Ints, Ints]:
