@@ -35,10 +35,8 @@ from benchmarks import (
     layout_stages,
     layouts,
     madpipe,
-    madpipe_steps,
     memory,
     operators,
-    ordering,
     partition,
     periodic,
     pipedream,
@@ -58,7 +56,6 @@ from benchmarks import (
     split_backward,
     spp,
     stack_memory,
-    stack_memory_titan,
     tuning,
     two_buffered,
     unequal,
@@ -67,7 +64,6 @@ from benchmarks.report import Table
 
 # Each gives its tables; the argument asks for a few small cases only.
 BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
-    "ordering": ordering.tables,
     "partition": partition.tables,
     "schedule": schedule.tables,
     "schedules": schedules.tables,
@@ -90,7 +86,6 @@ BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
     "two_buffered": two_buffered.tables,
     "periodic": periodic.tables,
     "madpipe": madpipe.tables,
-    "madpipe_steps": madpipe_steps.tables,
     "anytime": anytime.tables,
     "anytime_members": anytime_members.tables,
     "replanning": replanning.tables,
@@ -120,7 +115,6 @@ BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
     "layout_stages": layout_stages.tables,
     "tuning": tuning.tables,
     "stack_memory": stack_memory.tables,
-    "stack_memory_titan": stack_memory_titan.tables,
 }
 
 

@@ -16,10 +16,9 @@ from math import nan
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 from rich.progress import track
 
-from benchmarks.report import FIGURES, Table, percent
+from benchmarks.report import Table, percent
 from stagewright.formulations.cloud.strategies import STRATEGIES, Home, follow
 from stagewright.formulations.cloud.switching import (
     NO_OVERHEADS,
@@ -195,45 +194,8 @@ def figure6_table(found: dict[str, dict[float, Sequence[Run]]]) -> Table:
     )
 
 
-# --- Pictures ------------------------------------------------------------------------------------
-
-
-def figure5(found: dict[str, Sequence[Run]]) -> Figure:
-    """A group of bars per model."""
-    picture = Figure(figsize=(11, 4.2), dpi=90, layout="constrained")
-    panel = picture.subplots()
-    width = 0.8 / len(NAMES)
-    for place, name in enumerate(NAMES):
-        at = [i - 0.4 + (place + 0.5) * width for i in range(len(found))]
-        panel.bar(at, [reduction(runs_, name) for runs_ in found.values()], width, label=name)
-    panel.axhline(1.0, color="grey", lw=0.8)
-    panel.set_xticks(range(len(found)), list(found))
-    panel.set_ylabel("cost reduction over 1xv100")
-    panel.legend(fontsize=8, ncols=2)
-    return picture
-
-
-def figure6(found: dict[str, dict[float, Sequence[Run]]]) -> Figure:
-    """A line per model: of dynamic, and dotted of the optimum."""
-    picture = Figure(figsize=(8, 4.2), dpi=90, layout="constrained")
-    panel = picture.subplots()
-    for place, (model, by_days) in enumerate(found.items()):
-        at = [(days, runs_) for days, runs_ in by_days.items() if runs_]
-        for name, style in ((MOVE, "-"), (OPTIMUM, ":")):
-            panel.plot(
-                [days for days, _ in at],
-                [reduction(runs_, name, STICK) for _, runs_ in at],
-                color=f"C{place}", ls=style, marker=".", label=model if name == MOVE else None,
-            )  # fmt: skip
-    panel.axhline(1.0, color="grey", lw=0.8)
-    panel.set_xlabel("job, V100-days")
-    panel.set_ylabel("multi-cloud / dynamic, dollars (dotted: optimum)")
-    panel.legend(fontsize=8)
-    return picture
-
-
 def tables(quick: bool) -> list[Table]:
-    """Both figures as tables, and unless ``quick`` as pictures."""
+    """Both figures as tables."""
     models = list(MODELS)[:1] if quick else list(MODELS)
     durations = (1.0, JOB_DAYS) if quick else DURATIONS
     four: dict[str, Sequence[Run]] = {}
@@ -241,9 +203,6 @@ def tables(quick: bool) -> list[Table]:
     for model in track(models, "cloud"):
         four[model] = list(runs(model, JOB_DAYS, list(STRATEGIES)))
         by_days[model] = {days: list(runs(model, days, (STICK, MOVE))) for days in durations}
-    if not quick:
-        figure5(four).savefig(FIGURES / "cloud-figure5.png")
-        figure6(by_days).savefig(FIGURES / "cloud-figure6.png")
     names = list(STRATEGIES)
     rest = {
         "Transformer, 10 min a move": list(runs("Transformer", JOB_DAYS, names, MOVES)),

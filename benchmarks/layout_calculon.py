@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.graphs.models.shards import Recompute
@@ -29,8 +29,6 @@ SYSTEM = "systems/a100_80g.json"
 
 Execution = dict[str, Any]
 Task = tuple[Any, ...]
-Free = Literal["nothing", "networks", "all"]
-"""What takes no time: sending; with ``all`` offloading too, and memories have no end."""
 
 _RECOMPUTED: dict[Recompute, str] = {"none": "none", "selective": "attn_only", "full": "full"}
 PLAIN: Execution = {
@@ -104,8 +102,8 @@ class Peer:
         """The model."""
         return _application(self.model)
 
-    def evaluate(self, execution: Execution, free: Free = "nothing") -> Any | None:
-        """The evaluated execution, None if it is not possible on the system."""
+    def evaluate(self, execution: Execution, *, free: bool = False) -> Any | None:
+        """The evaluated execution, None if it is not possible; ``free``: to send takes no time."""
         llm = package().Llm
         made = llm(self.application, _Silent())
         system = _system(free)
@@ -124,7 +122,7 @@ class Peer:
 
     def fits(self, layout: Layout) -> bool:
         """Whether a layout fits in memory, which the networks do not matter for."""
-        return self.evaluate(next(executions(layout, self.batch)), "networks") is not None
+        return self.evaluate(next(executions(layout, self.batch)), free=True) is not None
 
     def layouts(self) -> Iterator[Layout]:
         """The space that both know.
@@ -170,7 +168,7 @@ class Peer:
         layouts = [*self.layouts()]
         for layout in layouts:
             first = next(executions(layout, self.batch))
-            found = self.evaluate(first, "networks")
+            found = self.evaluate(first, free=True)
             if found is not None:
                 bounds.append((seconds(found), layout))
         bounds.sort(key=lambda one: one[0])
@@ -256,16 +254,13 @@ def _application(model: str) -> Any:
 
 
 @cache
-def _system(free: Free) -> Any:
+def _system(free: bool) -> Any:
     found = copy.deepcopy(read(SYSTEM))
-    if free != "nothing":
+    if free:
         for one in found["networks"]:
             # Every assignment of dimensions is allowed.
             one.update(bandwidth=1e30, latency=0.0, processor_usage=0.0, size=1 << 40)
             one.update(must_be_filled=False)
-    if free == "all":
-        found["mem1"]["GiB"] = 1e15
-        found["mem2"].update(GiB=1e15, GBps=1e30)
     return package().System(found)
 
 

@@ -29,7 +29,6 @@ from benchmarks.layout_calculon import (
     seconds,
     words,
 )
-from benchmarks.layout_calculon_all import Best, best_of_all
 from benchmarks.report import Table
 from benchmarks.spec import BenchSpec
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
@@ -61,7 +60,6 @@ STUDY = BenchSpec(
     ),
     few=1,
 )
-SMALL = 10**6  # executions of a search whose whole space is closed too
 
 
 def problem(of: Peer) -> TrainingProblem:
@@ -189,7 +187,6 @@ class Compared:
     kept_as_fits: Scored
     rank: int | None
     spent: float
-    whole: Best | None
 
 
 def compared(of: Peer) -> Compared:
@@ -208,7 +205,6 @@ def compared(of: Peer) -> Compared:
         kept_as_fits=kept_as_fits,
         rank=as_fits.index(optimum.layout) + 1 if optimum.layout in as_fits else None,
         spent=spent,
-        whole=best_of_all(of) if theirs.executions <= SMALL else None,
     )
 
 
@@ -224,7 +220,6 @@ def tables(quick: bool) -> Iterator[Table]:
     found = [compared(STUDY.build(case)) for case in track(STUDY.cases(quick), "cases")]
     yield _times(found)
     yield _layouts(found)
-    yield _whole(found)
     yield _parts(found)
 
 
@@ -289,23 +284,6 @@ def _layouts(found: list[Compared]) -> Table:
     )
     title = "Samples/s by Calculon's evaluator of layouts that either chooses"
     return Table("layout_peers", title, columns, tuple(rows))
-
-
-def _whole(found: list[Compared]) -> Table:
-    rows = [
-        (
-            *_case(one)[:2],
-            f"{best.samples_per_second:.4g}: {words(best.execution)}",
-            one.theirs.executions,
-            best.evaluated,
-            best.seconds,
-        )
-        for one in found
-        if (best := one.whole) is not None
-    ]
-    columns = ("model", "GPUs", "samples/s", "executions", "evaluated", "s")
-    title = "The best of all options by Calculon's evaluator, proved by bounds"
-    return Table("layout_peers_whole", title, columns, tuple(rows))
 
 
 def _beside(one: Compared, ours: Scored) -> tuple[str, str]:

@@ -385,9 +385,8 @@ MADPIPE_COLOUR, PIPEDREAM_COLOUR = "tab:blue", "tab:red"
 
 
 def draw(outcomes: Sequence[Outcome], folder: Path = FIGURES) -> None:
-    """Figures 6, 7 and 8 as PNG files."""
+    """Figures 6 and 8 as PNG files."""
     figure6(_of(outcomes, "resnet50")).savefig(folder / "madpipe-figure6.png")
-    figure7(outcomes).savefig(folder / "madpipe-figure7.png")
     figure8(outcomes).savefig(folder / "madpipe-figure8.png")
 
 
@@ -411,26 +410,6 @@ def figure6(outcomes: Sequence[Outcome]) -> Figure:
     for panel in panels[-1]:
         panel.set_xlabel("memory, GB")
     panels[0, 0].legend(fontsize=7)
-    return picture
-
-
-def figure7(outcomes: Sequence[Outcome]) -> Figure:
-    """Mean ratios by memory, and below them how many cases MadPipe alone fits."""
-    picture = Figure(figsize=(9, 6), dpi=80, layout="constrained")
-    ratios, alone = picture.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    for network, name in NETWORKS.items():
-        by_memory = [
-            [o for o in _of(outcomes, network) if o.case.gigabytes == memory]
-            for memory in GIGABYTES
-        ]
-        _line(ratios, GIGABYTES, [mean_ratio(at) for at in by_memory], None, "-", name)
-        _line(alone, GIGABYTES, [sum(o.only_madpipe for o in at) for at in by_memory], None, "-")
-    ratios.axhline(1.0, color="grey", lw=0.8)
-    ratios.axhline(1.2, color="grey", lw=0.8, ls=":")
-    ratios.set_ylabel("PipeDream / MadPipe, geometric mean")
-    ratios.legend(fontsize=8)
-    alone.set_ylabel("only MadPipe fits")
-    alone.set_xlabel("memory, GB")
     return picture
 
 

@@ -11,11 +11,10 @@ from itertools import groupby, pairwise
 from time import process_time
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from benchmarks.antichains import partition_graph
 from benchmarks.pipedream import DATA, MISSING, SAMPLES, read_profile
-from benchmarks.report import FIGURES, Table
+from benchmarks.report import Table
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.patterns.one_f_one_b import least_period, one_f_one_b_star
 from stagewright.formulations.patterns.pattern_problems import pattern_problem
@@ -359,33 +358,12 @@ def fits_table(found: dict[str, list[Point]]) -> Table:
     return Table("pipedream-figure-2-14-fit", title, columns, tuple(rows))
 
 
-def picture(found: dict[str, list[Point]]) -> Figure:
-    """A panel per cluster, as figure 2.14; the line is where they are equal."""
-    samples = SAMPLES[FIGURE[0].profile]
-    drawn = Figure(figsize=(11, 4.5), dpi=90, layout="constrained")
-    panels = drawn.subplots(1, len(found), squeeze=False)[0]
-    for (where, its), panel in zip(found.items(), panels, strict=True):
-        best = min(its, key=lambda one: one.predicted["thesis"])
-        for one in its:
-            mark = "D" if one is best else "^" if len(one.replicas) == 1 else "o"
-            at = samples / one.predicted["thesis"], samples / one.simulated
-            panel.plot(*at, mark, color="C1" if one is best else "C0")
-            panel.annotate(shown(one.replicas), at, fontsize=6, xytext=(3, 2),
-                           textcoords="offset points")  # fmt: skip
-        panel.axline((0, 0), slope=1, color="grey", lw=0.8)
-        panel.set(title=where, xlabel="predicted samples/s, thesis's formula",
-                  ylabel="simulated samples/s", xlim=(0, None), ylim=(0, None))  # fmt: skip
-    return drawn
-
-
 def tables(quick: bool) -> list[Table]:
-    """The tables, and unless ``quick`` the picture; nothing where the profiles are absent."""
+    """The tables; nothing where the profiles are absent."""
     if not DATA.is_dir():
         print(MISSING)
         return []
     found = {choice.where: list(points(choice)) for choice in FIGURE[: 1 if quick else None]}
-    if not quick:
-        picture(found).savefig(FIGURES / "pipedream-figure2-14.png")
     return [
         table_2_2(CHOICES[:2] if quick else CHOICES),
         antichains_table(GRAPHS[3:4] if quick else GRAPHS),

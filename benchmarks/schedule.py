@@ -1,4 +1,4 @@
-"""The schedule of fixed, unequal stages: seconds, gaps, and which method found and proved it.
+"""The schedule of fixed, unequal stages: seconds and gaps.
 
 Times are random integers, transfers are not free, and memory limits the microbatches in flight to
 1F1B's need plus ``extra``. ``python -m benchmarks schedule``.
@@ -13,13 +13,11 @@ from benchmarks.report import Table
 from benchmarks.spec import BenchSpec
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.pipelines.makespan import MakespanProblem
-from stagewright.solvers.pipelines.list_scheduling import list_schedule
 from stagewright.solvers.pipelines.scheduling import ScheduleResult, solve_schedule
 
 THREADS = 1
 SEEDS = range(5)
 TARGETS = {8: ("proved", 10.0), 16: ("0.5 %", 30.0), 32: ("1 %", 60.0)}
-RULES = ("pe", "1f1b", "gpipe", "eager")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +70,10 @@ def run(case: Case) -> ScheduleResult:
     return solve_schedule(SPEC.build(case), "optimal", limits)
 
 
-def best_rule(case: Case) -> tuple[str, float]:
-    """The shortest schedule of any rule."""
-    problem = SPEC.build(case)
-    schedules = {rule: list_schedule(problem, rule) for rule in RULES}  # type: ignore[arg-type]
-    costs = {rule: problem.evaluate(times) for rule, times in schedules.items() if times}
-    return min(costs.items(), key=lambda entry: entry[1])
-
-
 def tables(quick: bool) -> list[Table]:
-    """A row of times per size and limit, and a row of answers per instance."""
+    """A row per size and limit."""
     results = {case: run(case) for case in track(SPEC.cases(quick), "schedules")}
-    times, answers = [], []
+    times = []
     for size, extra in dict.fromkeys((case.stages, case.extra) for case in results):
         found = [r for c, r in results.items() if (c.stages, c.extra) == (size, extra)]
         aim, seconds = TARGETS[size]
@@ -101,23 +91,6 @@ def tables(quick: bool) -> list[Table]:
                 f"{max(result.seconds for result in found):.2f}",
             )
         )
-    for case, result in results.items():
-        rule, cost = best_rule(case)
-        assert result.cost is not None
-        assert result.cost <= cost
-        answers.append(
-            (
-                f"{case.stages} x {case.microbatches}",
-                _limit(case.stages, case.extra),
-                case.seed,
-                f"{cost:g} ({rule})",
-                f"{result.cost:g}",
-                f"{result.bound:g}",
-                f"{result.gap:.2%}",
-                result.source,
-                result.proved_by,
-            )
-        )
     return [
         Table(
             "schedule-time",
@@ -125,13 +98,6 @@ def tables(quick: bool) -> list[Table]:
             ("stages x M", "in flight", "target", "proved", "mean gap", "largest gap",
              "median s", "most s"),
             tuple(times),
-        ),
-        Table(
-            "schedule-quality",
-            "The same, instance by instance",
-            ("stages x M", "in flight", "seed", "best rule", "cost", "bound", "gap", "found by",
-             "proved by"),
-            tuple(answers),
         ),
     ]  # fmt: skip
 

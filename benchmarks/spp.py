@@ -7,13 +7,11 @@ the paper's model.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from benchmarks.models import paper_model
-from benchmarks.report import FIGURES, Table, percent
+from benchmarks.report import Table, percent
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.pipelines.bppm import BalancedPartition, makespan_problem
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -25,7 +23,6 @@ from stagewright.solvers.pipelines.list_scheduling import best_list_schedule, li
 from stagewright.solvers.pipelines.partition.passes import PartitionSearch
 from stagewright.solvers.planning import Result, plan
 
-PICTURE = FIGURES / "spp-sweeps.png"
 BASELINES = ("dp", "gpipe", "pipedream", "hetpipe")
 GBPS = 1e9 / 8
 SEED = 2022
@@ -311,25 +308,21 @@ def by_stages(problem: PipelineProblem) -> tuple[ByStages, ...]:
     return tuple(rows)
 
 
-def sweep_table(sweep: Sweep, outcomes: Mapping[str, Results]) -> Table:
+def sweeps_table(figures: Mapping[int, Mapping[str, Results]]) -> Table:
     """Seconds of every planner at every point, and SPP's certified gap."""
     rows = tuple(
         (
-            point,
+            *(sweep.figure, sweep.axis, point),
             *(results[name].cost for name in ("spp", *BASELINES)),
             percent(results["spp"].gap),
             ", ".join(slower_than(results)) or "none",
         )
-        for point, results in outcomes.items()
+        for sweep in SWEEPS
+        for point, results in figures[sweep.figure].items()
     )
-    columns = (sweep.axis, "SPP", "DP", "GPipe", "PipeDream", "HetPipe", "SPP's certified gap",
-               "SPP slower than")  # fmt: skip
-    return Table(
-        f"spp-figure{sweep.figure}",
-        f"Figure {sweep.figure}: seconds per iteration by {sweep.axis}",
-        columns,
-        rows,
-    )
+    columns = ("figure", "axis", "at", "SPP", "DP", "GPipe", "PipeDream", "HetPipe",
+               "SPP's certified gap", "SPP slower than")  # fmt: skip
+    return Table("spp-sweeps", "Figures 6 to 10: seconds per iteration", columns, rows)
 
 
 def stages_table(rows: Sequence[ByStages]) -> Table:
@@ -434,45 +427,8 @@ def bottleneck_penalty(rows: Sequence[ByStages], count: int) -> float:
     return times[count] / min(times.values())
 
 
-# --- The picture ---------------------------------------------------------------------------------
-
-LABELS = {
-    "spp": "SPP",
-    "dp": "DP",
-    "gpipe": "GPipe",
-    "pipedream": "PipeDream",
-    "hetpipe": "HetPipe",
-}
-
-
-def draw(
-    figures: Mapping[int, Mapping[str, Results]], stages: Sequence[ByStages], path: Path = PICTURE
-) -> None:
-    """Figures 6-11 as one PNG; bars per planner, and lines over the number of stages."""
-    picture = Figure(figsize=(11, 5.6), dpi=80, layout="constrained")
-    panels = picture.subplots(2, 3).flat
-    for sweep, panel in zip(SWEEPS, panels, strict=False):
-        outcomes = figures[sweep.figure]
-        places = np.arange(len(outcomes))
-        for i, (name, label) in enumerate(LABELS.items()):
-            seconds = [results[name].cost or 0.0 for results in outcomes.values()]
-            panel.bar(places + 0.16 * (i - 2), seconds, 0.16, label=label)
-        panel.set_xticks(places, list(outcomes), fontsize=8)
-        panel.set_title(f"Figure {sweep.figure}: {sweep.axis}", fontsize=10)
-        panel.set_ylabel("s per iteration", fontsize=8)
-    last = picture.axes[-1]
-    counts = [row.stages for row in stages]
-    last.plot(counts, [row.pe_seconds for row in stages], marker=".", label="PE")
-    last.plot(counts, [row.bottleneck_seconds for row in stages], marker=".", label="W")
-    last.set_title("Figure 11: stages", fontsize=10)
-    last.legend(fontsize=8)
-    picture.axes[0].legend(fontsize=7)
-    path.parent.mkdir(exist_ok=True)
-    picture.savefig(path)
-
-
 def tables(quick: bool) -> list[Table]:
-    """Table III, the sweeps, the trends, and the picture; the two smallest cases if ``quick``."""
+    """Table III, the sweeps, and the trends; the two smallest cases if ``quick``."""
     if quick:
         return table3(list(PRINTED)[:2], 1.0)
     figures = {
@@ -480,10 +436,9 @@ def tables(quick: bool) -> list[Table]:
         for sweep in SWEEPS
     }
     stages = by_stages(bert())
-    draw(figures, stages)
     return [
         *table3(list(PRINTED), 30.0),
-        *(sweep_table(sweep, figures[sweep.figure]) for sweep in SWEEPS),
+        sweeps_table(figures),
         stages_table(stages),
         trends_table(trends(figures, stages)),
     ]

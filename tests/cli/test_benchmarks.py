@@ -78,7 +78,7 @@ def test_exact_bounds_spp_from_below():
     assert exact.bound <= exact.cost * (1 + 1e-9) <= heuristic.cost * (1 + 1e-6)
 
 
-def test_sweep_by_stages_and_its_picture(tmp_path):
+def test_sweep_by_stages():
     problem = spp.bert(microbatches=2, servers=(2, 2))
     rows = spp.by_stages(problem)
     assert [row.stages for row in rows] == [1, 2, 3, 4]
@@ -88,8 +88,7 @@ def test_sweep_by_stages_and_its_picture(tmp_path):
     figures = {sweep.figure: dict.fromkeys(sweep.points, results) for sweep in spp.SWEEPS}
     trends = spp.trends(figures, rows)
     assert {row[0] for row in trends} == {"6-10", 6, 7, 9, 10, 11}
-    spp.draw(figures, rows, tmp_path / "sweeps.png")
-    assert matplotlib.image.imread(tmp_path / "sweeps.png").std() > 0
+    assert len(spp.sweeps_table(figures).rows) == sum(len(sweep.points) for sweep in spp.SWEEPS)
 
 
 @pytest.mark.slow
@@ -241,7 +240,7 @@ def test_pictures_of_the_madpipe_study(tmp_path):
         for case in madpipe.SWEEP
     ]
     madpipe.draw(outcomes, tmp_path)
-    for figure in (6, 7, 8):
+    for figure in (6, 8):
         assert matplotlib.image.imread(tmp_path / f"madpipe-figure{figure}.png").std() > 0
 
 
