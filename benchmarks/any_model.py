@@ -22,8 +22,10 @@ from rich.progress import track
 from torch import Tensor, fx, nn
 from torch.distributed.pipelining import SplitPoint, pipeline
 
-from benchmarks.any_models import AnyModel
-from benchmarks.any_zoo import ZOO
+from benchmarks.any_models import MODELS, AnyModel
+from benchmarks.any_zoo_torch import TORCH
+from benchmarks.any_zoo_torchvision import TORCHVISION
+from benchmarks.any_zoo_transformers import TRANSFORMERS
 from benchmarks.plain_loop import cut, difference, loop, own_loss
 from benchmarks.ranks import CPU
 from benchmarks.report import Table
@@ -36,6 +38,7 @@ from stagewright.formulations.plans.plan import PipelinePlan, Schedule, Schedule
 from stagewright.graphs.documents.errors import InputError
 
 MICROBATCHES, SAMPLES, STEPS = 4, 4, 3
+ZOO = {one.name: one for one in (*MODELS.values(), *TRANSFORMERS, *TORCHVISION, *TORCH)}
 QUICK_MODELS = ("gpt2", "u-net")
 DTYPE = torch.float64
 SETTINGS: dict[str, Any] = {"device": CPU, "dtype": DTYPE, "autocast": None}

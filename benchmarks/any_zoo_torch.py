@@ -17,10 +17,10 @@ from benchmarks.any_models import (
     Batch,
     classified,
     images,
+    text,
     tokens,
 )
-from benchmarks.any_zoo_blocks import DEPTH, WIDTH, Block
-from benchmarks.any_zoo_diffusion import Conditional, DiT, noisy, noisy_text
+from benchmarks.any_zoo_blocks import DEPTH, WIDTH, Block, Conditional, DiT, noisy, noisy_text
 
 
 class NanoGPT(nn.Module):
@@ -302,11 +302,6 @@ def valued(n: int, generator: torch.Generator) -> Batch:
         "input_ids": tokens(n, generator),
         "values": torch.randn(n, LENGTH, generator=generator),
     }
-
-
-def text(n: int, generator: torch.Generator) -> Batch:
-    found = tokens(n, generator)
-    return {"input_ids": found, "labels": found.clone()}
 
 
 ROWS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, torch.Generator], Batch]]] = {

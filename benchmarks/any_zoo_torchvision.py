@@ -95,30 +95,20 @@ def _mvit() -> nn.Module:
     )
 
 
-def _raft() -> nn.Module:
-    from torchvision.models.optical_flow import raft_small
+def _swin() -> Any:
+    from torchvision.models import swin_transformer
 
-    return silent(raft_small())
+    return swin_transformer
 
 
 # --- Mini-batches and losses ---------------------------------------------------------------------
 
 
-def sized(size: int) -> Callable[[int, torch.Generator], Batch]:
-    """Images of ``size`` x ``size``."""
+def shaped(*shape: int) -> Callable[[int, torch.Generator], Batch]:
+    """Images, or videos, of a shape."""
 
     def draw(n: int, generator: torch.Generator) -> Batch:
-        pixels = torch.randn(n, 3, size, size, generator=generator)
-        return pixels, torch.randint(CLASSES, (n,), generator=generator)
-
-    return draw
-
-
-def clips(frames: int, size: int) -> Callable[[int, torch.Generator], Batch]:
-    """Videos."""
-
-    def draw(n: int, generator: torch.Generator) -> Batch:
-        pixels = torch.randn(n, 3, frames, size, size, generator=generator)
+        pixels = torch.randn(n, 3, *shape, generator=generator)
         return pixels, torch.randint(CLASSES, (n,), generator=generator)
 
     return draw
@@ -134,8 +124,10 @@ class Flow(nn.Module):
     """Optical flow of a pair of images; the mean over its iterations is what is trained."""
 
     def __init__(self) -> None:
+        from torchvision.models.optical_flow import raft_small
+
         super().__init__()
-        self.raft = _raft()
+        self.raft = silent(raft_small())
 
     def forward(self, pair: Tensor) -> Tensor:
         """The last flow."""
@@ -164,17 +156,17 @@ def of_flow(output: Tensor, targets: Tensor) -> Tensor:
 SCENE: dict[str, Any] = {"weights_backbone": None}
 Row = tuple[Callable[[], nn.Module], Callable[[int, torch.Generator], Batch]]
 ROWS: dict[str, Row] = {
-    "alexnet": (named("alexnet"), sized(64)),
+    "alexnet": (named("alexnet"), shaped(64, 64)),
     "convnext": (parts("convnext", "ConvNeXt", block_setting=_convnext), images),
     "efficientnet-v2": (named("efficientnet_v2_s"), images),
-    "mc3-18": (named("video.mc3_18"), clips(4, 16)),
-    "s3d": (_s3d, clips(16, IMAGE)),
+    "mc3-18": (named("video.mc3_18"), shaped(4, 16, 16)),
+    "s3d": (_s3d, shaped(16, IMAGE, IMAGE)),
     "mobilenet-v2": (named("mobilenet_v2"), images),
-    "mvit": (_mvit, clips(8, IMAGE)),
+    "mvit": (_mvit, shaped(8, IMAGE, IMAGE)),
     "regnet-y": (named("regnet_y_400mf"), images),
-    "inception-v3": (named("inception_v3", init_weights=False, aux_logits=False), sized(80)),
+    "inception-v3": (named("inception_v3", init_weights=False, aux_logits=False), shaped(80, 80)),
     "shufflenet-v2": (named("shufflenet_v2_x0_5"), images),
-    "squeezenet": (named("squeezenet1_1"), sized(64)),
+    "squeezenet": (named("squeezenet1_1"), shaped(64, 64)),
     "swin-v2": (
         parts(
             "swin_transformer",
@@ -184,14 +176,8 @@ ROWS: dict[str, Row] = {
             depths=[2, 2, 2],
             num_heads=[3, 6, 12],
             window_size=[4, 4],
-            block=lambda: (
-                __import__(
-                    "torchvision.models.swin_transformer", fromlist=["x"]
-                ).SwinTransformerBlockV2
-            ),
-            downsample_layer=lambda: (
-                __import__("torchvision.models.swin_transformer", fromlist=["x"]).PatchMergingV2
-            ),
+            block=lambda: _swin().SwinTransformerBlockV2,
+            downsample_layer=lambda: _swin().PatchMergingV2,
         ),
         images,
     ),
@@ -205,7 +191,7 @@ ROWS: dict[str, Row] = {
             num_heads=[3, 6],
             window_size=[2, 4, 4],
         ),
-        clips(4, IMAGE),
+        shaped(4, IMAGE, IMAGE),
     ),
     "maxvit": (
         parts(
@@ -219,12 +205,12 @@ ROWS: dict[str, Row] = {
             head_dim=8,
             stochastic_depth_prob=0.0,
         ),
-        sized(64),
+        shaped(64, 64),
     ),
     "vgg11": (named("vgg11"), images),
 }
 LOSSES: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
-    "googlenet": (named("googlenet", init_weights=True), sized(64), auxiliary),
+    "googlenet": (named("googlenet", init_weights=True), shaped(64, 64), auxiliary),
     "deeplab-v3": (
         named("segmentation.deeplabv3_mobilenet_v3_large", **SCENE),
         segmented,

@@ -1,14 +1,17 @@
-"""Small models of transformers: a class, its mini-batches, and what of it is not as `SMALL`."""
+"""Small models of transformers, listed in ``any_zoo.yaml``, and their mini-batches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
 
 from benchmarks.any_models import (
     CLASSES,
     IMAGE,
+    LENGTH,
     TOKENS,
     AnyModel,
     Batch,
@@ -16,21 +19,11 @@ from benchmarks.any_models import (
     labelled,
     masked_text,
     text,
+    tokens,
     translation,
 )
-from benchmarks.any_zoo_batches import (
-    dated,
-    described,
-    hidden_patches,
-    long_text,
-    long_translation,
-    pictured,
-    questions,
-    series,
-    spectra,
-    waves,
-)
 
+ROWS = yaml.safe_load(Path(__file__).with_name("any_zoo.yaml").read_text(encoding="utf-8"))
 WIDTH, DEPTH, HEADS, FAR = 32, 4, 4, 64
 SMALL: dict[str, Any] = {
     **dict.fromkeys(
@@ -56,6 +49,7 @@ SMALL: dict[str, Any] = {
     **{"num_channels": 3, "num_mel_bins": 8},
 }
 Options = dict[str, Any]
+Draw = Callable[[int, torch.Generator], Batch]
 
 
 def tiny(config: str, **options: Any) -> Any:
@@ -91,271 +85,116 @@ def silent(model: nn.Module) -> nn.Module:
 
 
 def of(model: str, config: str, options: Options) -> Callable[[], nn.Module]:
-    """The module of a class; options that are functions are made when they are needed."""
+    """The module of a class; configurations of its parts are made when they are needed."""
 
     def build() -> nn.Module:
         import transformers
 
-        made = {key: one() if callable(one) else one for key, one in options.items()}
+        made = {key: _part(one) for key, one in options.items()}
         return silent(getattr(transformers, model)(tiny(config, **made)))
 
     return build
 
 
-SPEECH: Options = {
-    "conv_dim": (16, 16, 16),
-    "conv_stride": (5, 4, 4),
-    "conv_kernel": (10, 8, 4),
-    "num_feat_extract_layers": 3,
-    "num_conv_pos_embeddings": 16,
-    "num_conv_pos_embedding_groups": 2,
-    "ctc_zero_infinity": True,
-}
-FIRST: Options = {"decoder_start_token_id": 0}
-STAGES: Options = {"hidden_sizes": [16, 24, 32, 40], "depths": [1, 2, 2, 1], "patch_size": 2}
-SWIN: Options = {
-    "embed_dim": 16,
-    "depths": [2, 2],
-    "num_heads": [2, 4],
-    "window_size": 4,
-    "patch_size": 2,
-    "image_size": IMAGE,
-}
-TEXT_TOWER: Options = {"eos_token_id": TOKENS - 1}
-TIMES: Options = {
-    "prediction_length": 4,
-    "context_length": 16,
-    "num_time_features": 2,
-    "lags_sequence": [1, 2, 7],
-}
-MLA: Options = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "num_key_value_heads": 4,
-}
+def _part(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    options = dict(value)
+    if "CONFIG" in options:
+        return tiny(options.pop("CONFIG"), **options)
+    return tiny(options.pop("PLAIN"), **options).to_dict()
 
 
-def sub(config: str, **options: Any) -> Callable[[], Any]:
-    """A part's configuration, made when it is needed."""
-    return lambda: tiny(config, **options)
-
-
-Row = tuple[str, str, Callable[[int, torch.Generator], Batch], Options]
-
-# Decoders, of which the name of the configuration is that of the model.
-CAUSAL: dict[str, Options] = {
-    "GPTNeo": {"attention_types": [[["global", "local"], 2]], "window_size": 4},
-    "GPTNeoX": {},
-    "GPTJ": {},
-    "OPT": {},
-    "Bloom": {},
-    "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
-    "Mpt": {},
-    "StableLm": {},
-    "CodeGen": {},
-    "Olmo2": {},
-    "Cohere": {},
-    "Exaone4": {},
-    "Glm4": {},
-    "Qwen2Moe": {},
-    "DeepseekV3": MLA,
-    "GptOss": {},
-    "Mamba": {"state_size": 8},
-    "Mamba2": {"state_size": 8, "num_heads": 8, "n_groups": 1, "chunk_size": 4},
-    "RecurrentGemma": {
-        "lru_width": WIDTH,
-        "attention_window_size": 8,
-        "block_types": ["recurrent", "attention"],
-    },
-    "Lfm2": {"layer_types": ["conv", "full_attention"] * 2},
-    "Jamba": {
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "expert_layer_period": 2,
-        "use_mamba_kernels": False,
-    },
-}
-MASKED: dict[str, Options] = {
-    "DistilBert": {},
-    "Albert": {},
-    "Deberta": {},
-    "DebertaV2": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
-    "MPNet": {},
-    "MobileBert": {"intra_bottleneck_size": 16, "true_hidden_size": 16},
-    "ConvBert": {},
-    "RoFormer": {},
-    "ModernBert": {"global_attn_every_n_layers": 2},
-    "Nystromformer": {"segment_means_seq_len": 8, "num_landmarks": 8},
-}
-SEQ2SEQ: dict[str, Options] = {
-    "Bart": {},
-    "M2M100": {},
-    "MT5": FIRST,
-    "SwitchTransformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, **FIRST},
-}
-IMAGES: dict[str, Options] = {
-    "Beit": {"use_relative_position_bias": True},
-    "Dinov2": {},
-    "Swin": SWIN,
-    "Swinv2": SWIN,
-    "ConvNext": STAGES,
-    "ResNet": {"hidden_sizes": [16, 24, 32, 40], "depths": [1, 2, 2, 1], "embedding_size": 16},
-    "MobileViT": {"hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [8, 8, 16, 16, 24, 24, 32]},
-    "Segformer": {
-        "hidden_sizes": [8, 16, 16, 32],
-        "num_attention_heads": [1, 2, 2, 4],
-        "depths": [1, 1, 1, 1],
-    },
-    "Pvt": {
-        "hidden_sizes": [8, 16, 16, 32],
-        "num_attention_heads": [1, 2, 2, 4],
-        "depths": [1, 1, 1, 1],
-        "patch_sizes": [4, 2, 2, 2],
-    },
-}
-OTHERS: dict[str, Row] = {
-    "funnel": (
-        "FunnelForMaskedLM",
-        "FunnelConfig",
-        masked_text,
-        {"block_sizes": [1, 1, 1], "num_decoder_layers": 1},
-    ),
-    "fnet": ("FNetForMaskedLM", "FNetConfig", text, {}),
-    "xlnet": ("XLNetLMHeadModel", "XLNetConfig", text, {}),
-    "longformer": ("LongformerForMaskedLM", "LongformerConfig", text, {"attention_window": 4}),
-    "big-bird": (
-        "BigBirdForMaskedLM",
-        "BigBirdConfig",
-        long_text,
-        {"attention_type": "original_full"},
-    ),
-    "ctrl": ("CTRLLMHeadModel", "CTRLConfig", text, {"dff": 64}),
-    "led": (
-        "LEDForConditionalGeneration",
-        "LEDConfig",
-        long_translation,
-        {
-            "attention_window": 4,
-            "max_encoder_position_embeddings": FAR,
-            "max_decoder_position_embeddings": FAR,
-        },
-    ),
-    "longt5": (
-        "LongT5ForConditionalGeneration",
-        "LongT5Config",
-        long_translation,
-        {"local_radius": 4, **FIRST},
-    ),
-    "wav2vec2": ("Wav2Vec2ForCTC", "Wav2Vec2Config", waves, SPEECH),
-    "hubert": ("HubertForCTC", "HubertConfig", waves, SPEECH),
-    "wavlm": ("WavLMForCTC", "WavLMConfig", waves, {**SPEECH, "num_buckets": 8}),
-    "audio-spectrogram": (
-        "ASTForAudioClassification",
-        "ASTConfig",
-        spectra,
-        {"max_length": 32, "num_mel_bins": 16, "frequency_stride": 8, "time_stride": 8},
-    ),
-    "vit-mae": (
-        "ViTMAEForPreTraining",
-        "ViTMAEConfig",
-        hidden_patches,
-        {
-            "decoder_hidden_size": WIDTH,
-            "decoder_num_hidden_layers": 2,
-            "decoder_num_attention_heads": HEADS,
-            "decoder_intermediate_size": 64,
-            "mask_ratio": 0.5,
-        },
-    ),
-    "siglip": (
-        "SiglipModel",
-        "SiglipConfig",
-        captioned,
-        {
-            "text_config": lambda: tiny("SiglipTextConfig", projection_size=WIDTH).to_dict(),
-            "vision_config": lambda: tiny("SiglipVisionConfig").to_dict(),
-        },
-    ),
-    "git": (
-        "GitForCausalLM",
-        "GitConfig",
-        described,
-        {"vision_config": lambda: tiny("GitVisionConfig").to_dict()},
-    ),
-    "vilt": ("ViltForQuestionAnswering", "ViltConfig", questions, {"max_image_length": -1}),
-    "llava": (
-        "LlavaForConditionalGeneration",
-        "LlavaConfig",
-        pictured,
-        {
-            "text_config": sub("LlamaConfig"),
-            "vision_config": sub("CLIPVisionConfig"),
-            "image_token_index": TOKENS - 1,
-            "image_token_id": TOKENS - 1,
-        },
-    ),
-    "patchtst": (
-        "PatchTSTForPrediction",
-        "PatchTSTConfig",
-        series,
-        {
-            "num_input_channels": 2,
-            "context_length": 16,
-            "prediction_length": 4,
-            "patch_length": 4,
-            "patch_stride": 4,
-        },
-    ),
-    "patchtsmixer": (
-        "PatchTSMixerForPrediction",
-        "PatchTSMixerConfig",
-        series,
-        {
-            "num_input_channels": 2,
-            "context_length": 16,
-            "prediction_length": 4,
-            "patch_length": 4,
-            "patch_stride": 4,
-        },
-    ),
-    "time-series": (
-        "TimeSeriesTransformerForPrediction",
-        "TimeSeriesTransformerConfig",
-        dated,
-        TIMES,
-    ),
-}
-
-
-def _rows() -> dict[str, Row]:
+def waves(n: int, generator: torch.Generator) -> Batch:
+    """Sounds, and the few letters that they say."""
     return {
-        **{
-            one.lower(): (f"{one}ForCausalLM", f"{one}Config", text, options)
-            for one, options in CAUSAL.items()
-        },
-        **{
-            one.lower(): (f"{one}ForMaskedLM", f"{one}Config", masked_text, options)
-            for one, options in MASKED.items()
-        },
-        **{
-            one.lower(): (f"{one}ForConditionalGeneration", f"{one}Config", translation, options)
-            for one, options in SEQ2SEQ.items()
-        },
-        **{
-            f"{one.lower()}-hf": (f"{one}ForImageClassification", f"{one}Config", labelled, options)
-            for one, options in IMAGES.items()
-        },
-        **OTHERS,
+        "input_values": torch.randn(n, 1200, generator=generator),
+        "labels": torch.randint(3, TOKENS, (n, 2), generator=generator),
     }
 
 
-TRANSFORMERS = tuple(
-    AnyModel(name, "transformers", of(model, config, options), draw)
-    for name, (model, config, draw, options) in _rows().items()
-)
+def spectra(n: int, generator: torch.Generator) -> Batch:
+    labels = torch.randint(CLASSES, (n,), generator=generator)
+    return {"input_values": torch.randn(n, 32, 16, generator=generator), "labels": labels}
+
+
+def pictured(n: int, generator: torch.Generator) -> Batch:
+    """Text after an image of 16 tokens."""
+    written = tokens(n, generator)
+    ids = torch.cat([torch.full((n, 16), TOKENS - 1), written.clamp(max=TOKENS - 2)], dim=1)
+    pixels = torch.randn(n, 3, IMAGE, IMAGE, generator=generator)
+    return {"input_ids": ids, "pixel_values": pixels, "labels": ids.clone()}
+
+
+def described(n: int, generator: torch.Generator) -> Batch:
+    """Text about an image."""
+    found = captioned(n, generator)
+    assert isinstance(found, dict)
+    return {**found, "labels": found["input_ids"].clone()} if found.pop("return_loss") else found
+
+
+def questions(n: int, generator: torch.Generator) -> Batch:
+    """Text about an image, and the scores of answers."""
+    found = captioned(n, generator)
+    assert isinstance(found, dict)
+    del found["return_loss"]
+    return {**found, "labels": torch.rand(n, CLASSES, generator=generator)}
+
+
+def hidden_patches(n: int, generator: torch.Generator) -> Batch:
+    """Images of which half of the patches, in a given order, are to be found."""
+    pixels = torch.randn(n, 3, IMAGE, IMAGE, generator=generator)
+    return {"pixel_values": pixels, "noise": torch.rand(n, 16, generator=generator)}
+
+
+def series(n: int, generator: torch.Generator) -> Batch:
+    values = torch.randn(n, 16, 2, generator=generator)
+    return {"past_values": values, "future_values": torch.randn(n, 4, 2, generator=generator)}
+
+
+def dated(n: int, generator: torch.Generator) -> Batch:
+    """One series each, its features of time, and what is observed."""
+    past, future = 23, 4
+    return {
+        "past_values": torch.rand(n, past, generator=generator),
+        "past_time_features": torch.rand(n, past, 2, generator=generator),
+        "past_observed_mask": torch.ones(n, past),
+        "future_values": torch.rand(n, future, generator=generator),
+        "future_time_features": torch.rand(n, future, 2, generator=generator),
+    }
+
+
+def long_text(n: int, generator: torch.Generator) -> Batch:
+    found = tokens(n, generator, 16)
+    return {"input_ids": found, "labels": found.clone()}
+
+
+def long_translation(n: int, generator: torch.Generator) -> Batch:
+    return {"input_ids": tokens(n, generator, 16), "labels": tokens(n, generator, LENGTH // 2)}
+
+
+KINDS: dict[str, tuple[str, Draw, str]] = {
+    "causal": ("ForCausalLM", text, ""),
+    "masked": ("ForMaskedLM", masked_text, ""),
+    "translation": ("ForConditionalGeneration", translation, ""),
+    "labelled": ("ForImageClassification", labelled, "-hf"),
+}
+DRAWN: dict[str, Draw] = {
+    one.__name__: one
+    for one in (
+        *(text, masked_text, captioned, waves, spectra, pictured, described, questions),
+        *(hidden_patches, series, dated, long_text, long_translation),
+    )
+}
+
+
+def _models() -> Iterator[AnyModel]:
+    for kind, (of_kind, draw, suffix) in KINDS.items():
+        for name, options in ROWS[kind].items():
+            build = of(f"{name}{of_kind}", f"{name}Config", options)
+            yield AnyModel(f"{name.lower()}{suffix}", "transformers", build, draw)
+    for name, (model, config, batches, options) in ROWS["others"].items():
+        yield AnyModel(name, "transformers", of(model, config, options), DRAWN[batches])
+
+
+TRANSFORMERS = tuple(_models())
