@@ -9,24 +9,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from time import perf_counter, process_time
+from time import perf_counter
 
 from ortools.sat.python import cp_model
 from rich.progress import track
 
 from benchmarks.report import Table
 from benchmarks.spec import BenchSpec
-from stagewright.formulations.forms.answers import Limits, Status
-from stagewright.formulations.pipelines.jobshop import JobShop, JobShopByIntervals
+from stagewright.formulations.forms.answers import Limits
+from stagewright.formulations.pipelines.jobshop import JobShop
 from stagewright.formulations.pipelines.jobshop_text import parse_jobshop
-from stagewright.solvers.backends.backend import solve
-from stagewright.solvers.backends.cpsat import SEARCHES
 from stagewright.solvers.pipelines.jobshop import solve_jobshop
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "jobshop"
 MISSING = f"skipped: the instances are not in {Path(*DATA.parts[-3:])} beside the checkout"
 LIMITS = Limits(seconds=60, threads=2, seed=0)
-REPEATS = 5
 
 
 def read(name: str) -> JobShop:
@@ -37,10 +34,6 @@ def read(name: str) -> JobShop:
 
 SPEC = BenchSpec(
     "jobshop", read, ("ft06", "la01", "ft10", "ft20", *(f"la{i:02d}" for i in range(2, 21)))
-)
-# Those that one thread proves in seconds: fixed work for the comparison of layers.
-LAYER_SPEC = BenchSpec(
-    "jobshop layer", read, ("ft06", "la01", "la02", "la04", "la12", "la15", "la16", "la18")
 )
 
 
@@ -71,14 +64,6 @@ def stagewright(shop: JobShop, limits: Limits) -> Run:
     return Run(result.cost, result.bound, perf_counter() - began)
 
 
-def direct(shop: JobShop, limits: Limits) -> Run:
-    """The textbook model, with CP-SAT's own choice of searches."""
-    began = perf_counter()
-    solver, _ = _solve_directly(shop, limits, (), shop.total, 0)
-    makespan = round(solver.objective_value) if solver.response_proto.solution else None
-    return Run(makespan, round(solver.best_objective_bound), perf_counter() - began)
-
-
 def pyjobshop(shop: JobShop, limits: Limits) -> Run:
     from pyjobshop import Model  # a development dependency
 
@@ -104,21 +89,20 @@ def pyjobshop(shop: JobShop, limits: Limits) -> Run:
     return Run(makespan, round(result.lower_bound), perf_counter() - began)
 
 
-def _solve_directly(
-    shop: JobShop, limits: Limits, searches: tuple[str, ...], horizon: int, least: int
-) -> tuple[cp_model.CpSolver, list[list[int]]]:
+def direct(shop: JobShop, limits: Limits) -> Run:
+    """The textbook model, with CP-SAT's own choice of searches."""
+    began = perf_counter()
     model = cp_model.CpModel()
-    makespan = model.new_int_var(0, horizon, "")
-    model.add(makespan >= least)
+    makespan = model.new_int_var(0, shop.total, "")
     machines: dict[int, list[cp_model.IntervalVar]] = {}
-    starts = [[model.new_int_var(0, horizon, "") for _ in job] for job in shop.jobs]
-    for job, variables in zip(shop.jobs, starts, strict=True):
-        for start, (k, duration) in zip(variables, job, strict=True):
+    for job in shop.jobs:
+        starts = [model.new_int_var(0, shop.total, "") for _ in job]
+        for start, (k, duration) in zip(starts, job, strict=True):
             interval = model.new_fixed_size_interval_var(start, duration, "")
             machines.setdefault(k, []).append(interval)
-        for (start, following), (_, duration) in zip(pairwise(variables), job[:-1], strict=True):
+        for (start, following), (_, duration) in zip(pairwise(starts), job[:-1], strict=True):
             model.add(following >= start + duration)
-        model.add(makespan >= variables[-1] + job[-1][1])
+        model.add(makespan >= starts[-1] + job[-1][1])
     for intervals in machines.values():
         model.add_no_overlap(intervals)
     model.minimize(makespan)
@@ -126,13 +110,9 @@ def _solve_directly(
     solver.parameters.num_workers = limits.threads
     solver.parameters.random_seed = limits.seed
     solver.parameters.max_time_in_seconds = limits.seconds
-    solver.parameters.subsolvers.extend(searches)
-    if searches and limits.threads == 1:
-        solver.parameters.linearization_level = 0
-    status = solver.solve(model)
-    found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
-    values = [[solver.value(start) for start in row] for row in starts] if found else []
-    return solver, values
+    solver.solve(model)
+    found = round(solver.objective_value) if solver.response_proto.solution else None
+    return Run(found, round(solver.best_objective_bound), perf_counter() - began)
 
 
 CONTENDERS: dict[str, Callable[[JobShop, Limits], Run]] = {
@@ -142,43 +122,8 @@ CONTENDERS: dict[str, Callable[[JobShop, Limits], Run]] = {
 }
 
 
-def layer_cost(shop: JobShop) -> tuple[float, float]:
-    """CPU seconds of one thread through our layer, and of the same model and search without it.
-
-    The least of a few runs each, in turns.
-    """
-    limits = Limits(seconds=60, threads=1, seed=0)
-    ours, theirs = [], []
-    for _ in range(REPEATS):
-        began = process_time()
-        model = JobShopByIntervals(shop)
-        answer = solve(model.apply(), "cp-sat", limits)
-        assert answer.status is Status.OPTIMAL
-        assert answer.values is not None
-        makespan = shop.evaluate(*model.invert(answer.values))
-        ours.append(process_time() - began)
-        least = JobShopByIntervals(shop).apply().lower_bound
-        began = process_time()
-        solver, _ = _solve_directly(shop, limits, SEARCHES, shop.total, least)
-        assert makespan == round(solver.objective_value)
-        theirs.append(process_time() - began)
-    return min(ours), min(theirs)
-
-
-def layer_table(quick: bool) -> Table:
-    rows: list[tuple[object, ...]] = []
-    for name in track(LAYER_SPEC.cases(quick), "the layer"):
-        ours, theirs = layer_cost(LAYER_SPEC.build(name))
-        rows.append((name, ours, theirs, ours - theirs))
-    ours, theirs = (sum(row[i] for row in rows) for i in (1, 2))  # type: ignore[misc]
-    rows.append(("all", ours, theirs, f"{ours - theirs:.3f} = {ours / theirs - 1:+.1%}"))
-    columns = ("instance", "through Stagewright", "CP-SAT directly", "difference")
-    title = "The cost of the layer: CPU seconds, one thread, same model and search"
-    return Table("jobshop-layer", title, columns, tuple(rows))
-
-
 def tables(quick: bool) -> list[Table]:
-    """Seconds to the proof, answers, and the cost of our layer."""
+    """Seconds to the proof, and answers."""
     if not DATA.is_dir():
         print(MISSING)
         return []
@@ -206,5 +151,4 @@ def tables(quick: bool) -> list[Table]:
             ("instance", "optimum", *CONTENDERS),
             tuple(answers),
         ),
-        layer_table(quick),
     ]

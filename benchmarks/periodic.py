@@ -14,6 +14,7 @@ from functools import cache
 from itertools import pairwise, product
 from math import inf, isfinite
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from statistics import median
 from time import perf_counter, process_time
 from typing import Any, TypeVar
@@ -23,7 +24,6 @@ from rich.progress import track
 
 from benchmarks.madpipe_grid import by_grid
 from benchmarks.models import paper_model
-from benchmarks.partition import peak_bytes
 from benchmarks.report import Table
 from benchmarks.spec import BenchSpec
 from stagewright.formulations.forms.answers import Limits, Status, silent
@@ -151,6 +151,18 @@ def _cpu_seconds() -> float:
     """Of this process, and of those it waited for: CBC is one."""
     times = os.times()
     return process_time() + times.children_user + times.children_system
+
+
+def peak_bytes() -> float:
+    """The process's peak resident memory.
+
+    Linux hands a parent's peak on to its children in ``ru_maxrss``, so ``VmHWM`` is read there.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
+        return float(line.split()[1]) * 1024
+    return float(getrusage(RUSAGE_SELF).ru_maxrss)
 
 
 def shown(seconds: Seconds) -> str:

@@ -20,7 +20,6 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks import split_backward
 from stagewright.executor.capture.split_backward import split_layer
 from stagewright.executor.capture.split_layer import CannotSplit, SplitLayer
 from stagewright.executor.capture.twins import shared
@@ -588,10 +587,3 @@ def test_what_cannot_be_split_says_so(compute, parts, reason: str):
         split_layer(layer, [draw(6, 6)], [True], name="third")
     assert str(caught.value).startswith("third: its backward cannot be split into ")
     assert "\n" not in str(caught.value)
-
-
-def test_benchmark_runs():
-    (table,) = split_backward.tables(quick=True)
-    assert len(table.rows) == 2
-    for *_, by_autograd_mb, by_f_mb, _ in table.rows:
-        assert 0 < by_f_mb <= by_autograd_mb

@@ -14,7 +14,6 @@ from benchmarks import (
     anytime,
     anytime_members,
     madpipe,
-    partition,
     periodic,
     pipedream,
     report,
@@ -89,21 +88,6 @@ def test_sweep_by_stages():
     trends = spp.trends(figures, rows)
     assert {row[0] for row in trends} == {"6-10", 6, 7, 9, 10, 11}
     assert len(spp.sweeps_table(figures).rows) == sum(len(sweep.points) for sweep in spp.SWEEPS)
-
-
-@pytest.mark.slow
-def test_partition_is_measured_in_its_own_process():
-    got = partition.measured(0)
-    assert got.search_seconds[0] > 0
-    assert 0 <= got.search_bytes <= got.plan_bytes
-    again = plan(partition.problem(partition.CASES[0]), "spp")
-    assert got.cost == again.cost
-
-
-def test_every_large_case_has_the_layers_and_devices_it_says():
-    for case in partition.CASES:
-        problem = partition.problem(case)
-        assert (len(problem.chain), len(problem.cluster)) == (case.layers, case.servers * case.gpus)
 
 
 @pytest.mark.slow
