@@ -3,15 +3,16 @@
 import math
 import re
 from dataclasses import replace
-from itertools import pairwise, permutations
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
+from programs_over_jobs import Entries
 from scipy.optimize import linprog
-from strategies_allocation import use_of
+from strategies_allocation import random_case, use_of
 
 from stagewright.formulations.clusters.allocation import AllocationProblem, problem_of, throughput
 from stagewright.formulations.clusters.policies import budget, cost, slo
@@ -24,115 +25,33 @@ from stagewright.solvers.backends.backend import solve
 from stagewright.solvers.clusters.policies import POLICIES, allocate
 
 HOUR = 3600.0
-SEEDS = st.integers(0, 100_000)
 
 
-def problem(rates, jobs, pool, pairs=(), twice=None, **options):
-    """``rates`` is {model: {accelerator: steps per second}}; the scale is the jobs' own.
-
-    ``twice`` has the rates on two accelerators, for jobs that may choose.
-    """
+def problem(rates, jobs, pool, pairs=()):
+    """``rates`` is {model: {accelerator: steps per second}}; the scale is the jobs' own."""
     scales = {job.model: job.scale for job in jobs}
     alone = tuple(
-        Rate(model, 2 if two else scales.get(model, 1), accelerator, rate)
-        for two, known in ((False, rates), (True, twice or {}))
-        for model, row in known.items()
+        Rate(model, scales.get(model, 1), accelerator, rate)
+        for model, row in rates.items()
         for accelerator, rate in row.items()
     )
     workload = Workload(tuple(jobs), Throughputs(alone, tuple(pairs)))
-    return problem_of(workload, parse_pool(pool), space_sharing=bool(pairs), **options)
+    return problem_of(workload, parse_pool(pool), space_sharing=bool(pairs))
 
 
-def drawn(seed, *, pairs=False, slos=0.0):
-    """A few jobs of few models; about ``slos`` of them with an SLO that may or may not fit.
-
-    Without ``pairs``, those of every other seed may run on one or on two accelerators.
-    """
-    rng = np.random.default_rng(seed)
-    types, models = ["a", "b", "c"][: rng.integers(1, 4)], ["k", "l", "m"][: rng.integers(1, 4)]
-    rates = {m: {j: round(float(rng.uniform(0.5, 4)), 2) for j in types} for m in models}
-    if len(types) > 1 and rng.random() < 0.3:
-        rates[models[0]][types[0]] = 0.0
-    chooses = not pairs and seed % 2 == 1
-    twice = {m: {j: rate * rng.uniform(0.9, 2) for j, rate in rates[m].items()} for m in models}
-    jobs = [
-        Job(
-            str(i),
-            models[rng.integers(len(models))],
-            steps=float(rng.integers(1, 20) * 1000),
-            slo_seconds=float(rng.integers(1, 9) * 4000) if rng.random() < slos else None,
-            counts=(1, 2) if chooses else (),
-        )
-        for i in range(rng.integers(1, 6))
-    ]
-    shared = []
-    for first in range(len(models)):
-        for second in range(first, len(models)):
-            together = rng.uniform(0.4, 0.95, 2)
-            shared += [
-                PairRate(
-                    (models[first], models[second]),
-                    1,
-                    j,
-                    (
-                        float(together[0] * rates[models[first]][j]),
-                        float(together[-1 if first != second else 0] * rates[models[second]][j]),
-                    ),
-                )
-                for j in types
-            ]
-    pool = ",".join(f"{j}={rng.integers(1, 4)}@{rng.uniform(0.3, 3):.2f}" for j in types)
-    return problem(rates, jobs, pool, shared if pairs else (), twice if chooses else None)
-
-
-class Columns:
-    """A column for every job, and every two jobs, on every worker; rows from the definitions."""
+class Columns(Entries):
+    """What each column costs an hour, and the work it does at the least cost of a step."""
 
     def __init__(self, asked: AllocationProblem):
-        self.problem, table = asked, asked.table
-        entries = [
-            (job, -1, worker, rate, 0.0)
-            for job in range(len(asked))
-            for worker, rate in enumerate(asked.rates[job])
-            if rate > 0
-        ]
-        for first, second, worker, (x, y) in zip(
-            table.first, table.second, table.worker, table.paired, strict=True
-        ):
-            entries += [
-                (a, b, worker, x, y)
-                for a, b in permutations(range(len(asked)), 2)
-                if asked.kind[a] == first and asked.kind[b] == second
-            ]
-        price = [one.dollars_per_hour for one in table.pool.accelerators]
-        n, count = len(asked), len(entries)
-        self.time, self.rate = np.zeros((n, count)), np.zeros((n, count))
-        self.used, self.cost = np.zeros((len(price), count)), np.zeros(count)
-        self.has = np.array([one.count for one in table.pool.accelerators])
-        for column, (job, partner, worker, x, y) in enumerate(entries):
-            for who, got in ((job, x), (partner, y)):
-                if who >= 0:
-                    self.time[who, column] += 1
-                    self.rate[who, column] += got
-            self.used[table.accelerator[worker], column] = use_of(asked, job, worker)
-            self.cost[column] = use_of(asked, job, worker) * price[table.accelerator[worker]]
-        cheapest = [
-            min(
-                use_of(asked, job, worker) * price[table.accelerator[worker]] / rate
-                for worker, rate in enumerate(asked.rates[job])
-                if rate > 0
-            )
-            for job in range(n)
-        ]
-        self.work = np.array(cheapest) @ self.rate
-
-    def least(self, objective, floor=None):
-        """linprog's answer for ``objective`` over valid allocations with throughput >= floor."""
-        rows, limits = [self.time, self.used], [np.ones(len(self.time)), self.has]
-        if floor is not None:
-            rows.append(-self.rate)
-            limits.append(-floor)
-        return linprog(objective, np.vstack(rows), np.concatenate(limits))
+        super().__init__(asked)
+        table = asked.table
+        price = [table.pool.accelerators[one].dollars_per_hour for one in table.accelerator]
+        use = [[use_of(asked, job, w) for w in range(len(price))] for job in range(len(asked))]
+        of = np.array(use) * price
+        self.cost = np.array([of[job, worker] for job, _, worker, *_ in self.columns])
+        runs = asked.rates > 0
+        cheapest = np.where(runs, of / np.where(runs, asked.rates, 1.0), np.inf).min(axis=1)
+        self.work = cheapest @ self.rate
 
     def best_ratio(self, floor):
         """Dinkelbach's iteration (1967)."""
@@ -146,17 +65,6 @@ class Columns:
             x = answer.x
 
 
-@examples(15)
-@given(SEEDS, st.booleans())
-def test_throughput_is_that_of_a_program_over_jobs(seed, pairs):
-    asked = drawn(seed, pairs=pairs)
-    columns = Columns(asked)
-    result = allocate(asked, "max-throughput")
-    expected = -columns.least(-((1 / asked.rates.max(axis=1)) @ columns.rate)).fun
-    assert result.objective == pytest.approx(expected, rel=1e-7)
-    assert result.bound == pytest.approx(expected, rel=1e-7)
-
-
 def test_throughput_counts_a_job_by_its_best_and_not_by_its_steps():
     quick, slow = Job("quick", "tiny", 1.0), Job("slow", "huge", 1.0)
     rates = {"tiny": {"a": 1000.0, "b": 900.0}, "huge": {"a": 1.0, "b": 0.1}}
@@ -165,9 +73,9 @@ def test_throughput_counts_a_job_by_its_best_and_not_by_its_steps():
 
 
 @examples(15)
-@given(SEEDS, st.booleans())
-def test_cost_is_the_ratio_of_the_best_columns_and_then_the_most_work(seed, pairs):
-    asked = drawn(seed, pairs=pairs)
+@given(random_case())
+def test_cost_is_the_ratio_of_the_best_columns_and_then_the_most_work(case):
+    asked = case.problem
     columns = Columns(asked)
     ratios = columns.work / columns.cost
     result = allocate(asked, "min-cost")
@@ -176,8 +84,8 @@ def test_cost_is_the_ratio_of_the_best_columns_and_then_the_most_work(seed, pair
     efficient = np.where(ratios >= ratios.max() * (1 - 1e-9), columns.work, -1e6)
     least = cost.least_cost(asked)[asked.kind]
     work = least @ throughput(asked, result.allocation)
-    assert work >= -columns.least(-efficient).fun * (1 - 1e-6)
-    if not pairs:
+    assert work >= -columns.least(-efficient, np.zeros(len(asked))).fun * (1 - 1e-6)
+    if not case.space_sharing:
         assert ratios.max() == pytest.approx(1)
         assert result.objective <= 1 + 1e-12
 
@@ -223,27 +131,9 @@ def test_placement_has_prices_too():
 
 
 @examples(15)
-@given(SEEDS, st.booleans())
-def test_slos_that_fit_are_met_at_the_best_ratio(seed, pairs):
-    asked = drawn(seed, pairs=pairs, slos=0.5)
-    columns, need = Columns(asked), slo.needs(asked)
-    fits = columns.least(columns.cost, need).status == 0
-    result = allocate(asked, "min-cost-slo")
-    plain = allocate(asked, "min-cost")
-    assert result.objective <= plain.objective * (1 + 1e-8)
-    assert any("SLO" in note for note in result.notes) == (not fits)
-    if fits:
-        assert (throughput(asked, result.allocation) >= need * (1 - 1e-6)).all()
-        expected = columns.best_ratio(need)
-        assert result.objective == pytest.approx(expected, rel=1e-6)
-        assert result.bound >= expected * (1 - 1e-7)
-        assert result.gap <= 1e-7
-
-
-@examples(15)
-@given(SEEDS)
-def test_of_slos_that_do_not_fit_the_least_is_missing(seed):
-    asked = drawn(seed, slos=1.0)
+@given(random_case())
+def test_of_slos_that_do_not_fit_the_least_is_missing(case):
+    asked = case.problem
     columns, need = Columns(asked), slo.needs(asked)
     need[slo.too_fast(asked)] = 0.0
     result = allocate(asked, "min-cost-slo")
@@ -254,14 +144,11 @@ def test_of_slos_that_do_not_fit_the_least_is_missing(seed):
         np.concatenate([np.zeros(len(columns.cost)), np.ones(len(asking))]),
         np.block(
             [
-                [
-                    np.vstack([columns.time, columns.used]),
-                    np.zeros((len(asked) + len(columns.used), len(asking))),
-                ],
+                [columns.rows, np.zeros((len(columns.rows), len(asking)))],
                 [-columns.rate[asking] / need[asking, None], -np.eye(len(asking))],
             ]
         ),
-        np.concatenate([np.ones(len(asked)), columns.has, -np.ones(len(asking))]),
+        np.concatenate([columns.upper, -np.ones(len(asking))]),
     ).fun
     part = np.minimum(1, throughput(asked, result.allocation)[asking] / need[asking])
     assert (1 - part).sum() <= short + 1e-5
@@ -319,10 +206,10 @@ def test_slos_of_many_jobs_are_grouped_without_loss():
 
 @pytest.mark.parametrize("enough", [False, True])
 @examples(8)
-@given(SEEDS, st.booleans(), st.floats(1e-4, 1))
-def test_the_makespan_within_a_budget_is_that_of_the_bisection(enough, seed, pairs, share):
+@given(random_case(), st.floats(1e-4, 1))
+def test_the_makespan_within_a_budget_is_that_of_the_bisection(enough, case, share):
     """Thesis 6.4.3: M is feasible if what M needs costs at most B / M an hour."""
-    asked = drawn(seed, pairs=pairs)
+    asked = case.problem
     columns = Columns(asked)
 
     def dollars(makespan):
@@ -346,9 +233,9 @@ def test_the_makespan_within_a_budget_is_that_of_the_bisection(enough, seed, pai
 
 
 @examples(6)
-@given(SEEDS)
-def test_a_larger_budget_is_never_slower_and_a_boundless_one_is_makespan(seed):
-    asked = drawn(seed)
+@given(random_case(space_sharing=False))
+def test_a_larger_budget_is_never_slower_and_a_boundless_one_is_makespan(case):
+    asked = case.problem
     found = [
         allocate(asked, "makespan-budget", budget_dollars=dollars).objective or math.inf
         for dollars in (0.5, 2, 8, 1e6)
@@ -402,7 +289,7 @@ def test_what_is_missing_is_named(policy, pool, message):
     ("policy", "dollars"), [("min-cost", None), ("min-cost-slo", None), ("makespan-budget", 9.0)]
 )
 def test_without_time_there_is_no_answer(policy, dollars):
-    asked = drawn(4, slos=1.0)
+    asked = problem({"k": {"a": 3.0}}, [Job("0", "k", 1.0, slo_seconds=9.0)], "a=1@1")
     result = allocate(asked, policy, Limits(0.0), budget_dollars=dollars)
     assert (result.status, result.allocation) == (Status.NO_ANSWER, None)
 
@@ -425,10 +312,10 @@ def test_free_accelerators_need_no_budget_beyond_a_cent():
 
 
 @examples(10)
-@given(SEEDS, st.booleans())
-def test_the_ratio_bound_holds_for_optimal_values_inside_its_columns(seed, pairs):
+@given(random_case())
+def test_the_ratio_bound_holds_for_optimal_values_inside_its_columns(case):
     """The bound leans on finite columns: some best allocation must be within them."""
-    asked = drawn(seed, pairs=pairs, slos=0.5)
+    asked = case.problem
     need = slo.needs(asked)
     if Columns(asked).least(np.zeros(len(Columns(asked).cost)), need).status != 0:
         need = np.zeros(len(asked))

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from profiles import examples
-from scipy.optimize import linprog
-from strategies_allocation import Case, random_case, use_of
+from programs_over_jobs import Entries, kept
+from strategies_allocation import Case, random_case
 
 from stagewright.formulations.clusters.allocation import AllocationProblem, problem_of, throughput
 from stagewright.formulations.clusters.policies import (
@@ -22,7 +22,6 @@ from stagewright.formulations.clusters.policies import (
     shortest_first,
 )
 from stagewright.formulations.clusters.polytope import group_by, polytope
-from stagewright.formulations.clusters.rates import server_rows
 from stagewright.formulations.forms.answers import Answer, Limits, Status
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.workloads.jobs import Job, PairRate, Rate, Throughputs, Workload
@@ -30,19 +29,6 @@ from stagewright.graphs.workloads.pool import parse_pool
 from stagewright.solvers.clusters.policies import allocate
 from stagewright.solvers.clusters.policies import fifo as fifo_solver
 from stagewright.solvers.clusters.policies import finish_time as finish_time_solver
-
-
-def kept(problem: AllocationProblem) -> Floats:
-    """Seconds at work of those of a lease and the move before it, by job and worker type."""
-    found = np.ones(problem.rates.shape)
-    for job, worker in np.ndindex(found.shape):
-        now, move = problem.current[job], problem.restart_seconds[job]
-        lease = max(problem.lease_seconds, 20 * move)
-        if now >= 0 and problem.rates[job, now] > 0:
-            lease = min(lease, problem.steps[job] / problem.rates[job, now])
-        if worker != now and np.isfinite(lease):
-            found[job, worker] = lease / (lease + move)
-    return found
 
 
 def moving(problem: AllocationProblem, seed: int) -> AllocationProblem:
@@ -58,56 +44,6 @@ def moving(problem: AllocationProblem, seed: int) -> AllocationProblem:
 
 PAIRS = ("first", "second", "worker", "paired")
 some = examples(12, derandomize=True)
-
-
-class Entries:
-    """All rows and columns of equations 5.1 to 5.3, a variable for every job and pair of jobs."""
-
-    def __init__(self, problem: AllocationProblem) -> None:
-        table, kind = problem.table, problem.kind
-        rates = problem.rates * kept(problem)
-        self.columns = [(j, -1, w, r, 0.0) for (j, w), r in np.ndenumerate(rates) if r > 0]
-        for a, b, w, (first, second) in zip(
-            table.first, table.second, table.worker, table.paired, strict=True
-        ):
-            self.columns += [
-                (i, j, w, first * kept(problem)[i, w], second * kept(problem)[j, w])
-                for i in np.flatnonzero(kind == a)
-                for j in np.flatnonzero(kind == b)
-                if i < j or (i != j and a != b)
-            ]
-        jobs, types = len(problem), len(table.counts)
-        servers = server_rows(table)
-        self.rate = np.zeros((jobs, len(self.columns)))
-        self.rows = np.zeros((jobs + types + len(servers), len(self.columns)))
-        for at, (job, other, worker, first, second) in enumerate(self.columns):
-            self.rate[job, at] = first
-            self.rows[job, at] = 1
-            if other >= 0:
-                self.rate[other, at] = second
-                self.rows[other, at] = 1
-            self.rows[jobs + table.accelerator[worker], at] = use_of(problem, job, worker)
-            for row, (_, parts, _) in enumerate(servers):
-                self.rows[jobs + types + row, at] = parts[kind[job], worker]
-        self.upper = np.concatenate(
-            [np.ones(jobs), table.counts, [servers for _, _, servers in servers]]
-        )
-
-    def most(self, value: Floats, floor: Floats) -> float:
-        """The largest sum of value times throughput, with throughputs of at least ``floor``."""
-        rows = np.vstack([self.rows, -self.rate])
-        answer = linprog(-(value @ self.rate), rows, np.concatenate([self.upper, -floor]))
-        assert answer.status == 0
-        return -answer.fun
-
-    def level(self, need: Floats) -> float:
-        """The largest theta such that every job has theta times its need."""
-        rows = np.block([[self.rows, np.zeros((len(self.rows), 1))], [-self.rate, need[:, None]]])
-        cost = np.zeros(rows.shape[1])
-        cost[-1] = -1
-        answer = linprog(cost, rows, np.concatenate([self.upper, np.zeros(len(need))]))
-        assert answer.status == 0
-        return -answer.fun
 
 
 def of_model(steps: list[float], pool: str, rates: dict[str, float]) -> AllocationProblem:
