@@ -8,11 +8,11 @@ import os
 import subprocess
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,6 @@ from hypothesis import given  # noqa: E402
 from profiles import examples  # noqa: E402
 from ranks import Ranks, RanksFailed  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
-from torch.func import functional_call  # noqa: E402
 from torch.nn.functional import mse_loss  # noqa: E402
 from training import Trained, train, update_rules  # noqa: E402
 from training_plans import (  # noqa: E402
@@ -38,6 +37,8 @@ from training_plans import (  # noqa: E402
     zero_bubble_h1,
 )
 
+from stagewright.executor.programs.lower import lower  # noqa: E402
+from stagewright.executor.programs.verification.verify import verify  # noqa: E402
 from stagewright.executor.training.stages.seeding import layer_seed  # noqa: E402
 from stagewright.formulations.plans.actions import COMPUTE, Action, Weights, parse_action  # noqa: E402
 from stagewright.formulations.plans.plan import PipelinePlan, Stage  # noqa: E402
@@ -62,66 +63,6 @@ def computations(plan: PipelinePlan) -> dict[Action, list[tuple[str, float, floa
     return found
 
 
-def assert_sound(plan: PipelinePlan) -> None:
-    """Complete, each action where it belongs, nothing before what it needs, no overlap."""
-    spans: dict[str, tuple[float, float]] = {}
-    busy: dict[object, list[tuple[float, float]]] = defaultdict(list)
-    for entry in plan.actions:
-        span = (entry.start_seconds, entry.finish_seconds)
-        assert spans.setdefault(entry.action, span) == span
-        if entry.sources is None:
-            busy[entry.device].append(span)
-        elif "SEND" in entry.action:
-            back = "SEND_B" in entry.action
-            ends = (entry.targets, entry.sources) if back else (entry.sources, entry.targets)
-            busy[int(entry.action[0]) - back, ends].append(span)
-    ran = {str(action): [d for d, *_ in at] for action, at in computations(plan).items()}
-    seen = Counter(entry.action for entry in plan.actions)
-    for s, m in product(range(len(plan.stages)), range(plan.microbatches)):
-        assert_microbatch(plan, s, m, spans, ran)
-    for s, stage in enumerate(plan.stages):
-        reduce = f"{s}REDUCE_GRAD"
-        assert seen[reduce] == (len(stage.devices) > 1)
-        ends = [spans[a][1] for a in spans if a.startswith((f"{s}B", f"{s}W"))]
-        assert reduce not in spans or max(ends) <= spans[reduce][0]
-    for intervals in busy.values():
-        assert all(before[1] <= after[0] for before, after in pairwise(sorted(intervals)))
-
-
-def assert_microbatch(plan: PipelinePlan, s: int, m: int, spans: dict, ran: dict) -> None:
-    stages, last = plan.stages, len(plan.stages) - 1
-    backward = f"{s}B{m}" if f"{s}B{m}" in spans else f"{s}I{m}"
-    own = {f"{s}F{m}", backward} | ({f"{s}W{m}"} if backward[-2] == "I" else set())
-    assert {a for a in (f"{s}{kind}{m}" for kind in "FBIW") if a in spans} == own
-    for action in own:
-        assert tuple(sorted(ran[action])) == tuple(sorted(stages[s].runners(m)))
-    before = [f"{s}F{m}", backward, f"{s}W{m}"]
-    if s < last:
-        stays = stages[s].runners(m) == stages[s + 1].runners(m)
-        after = f"{s + 1}B{m}" if f"{s + 1}B{m}" in spans else f"{s + 1}I{m}"
-        assert stays == (f"{s}SEND_F{m}" not in spans) == (f"{s + 1}SEND_B{m}" not in spans)
-        there, back = [f"{s}SEND_F{m}"] * (not stays), [f"{s + 1}SEND_B{m}"] * (not stays)
-        before = [f"{s}F{m}", *there, f"{s + 1}F{m}", after, *back, *before[1:]]
-    present = [spans[action] for action in before if action in spans]
-    assert all(one[1] <= other[0] for one, other in pairwise(present))
-
-
-@examples(60)
-@given(plans(LAYERS))
-def test_random_plans_are_sound(plan: PipelinePlan) -> None:
-    assert_sound(plan)
-    assert [layer for s in plan.stages for layer in range(*s.layers)] == list(range(LAYERS))
-    assert len({device for stage in plan.stages for device in stage.devices}) in (2, 3, 4)
-
-
-@pytest.mark.parametrize("microbatches", [1, 2, 4, 6])
-@pytest.mark.parametrize("make", [gpipe, one_f_one_b, zero_bubble_h1])
-def test_known_schedules_are_sound(make: Callable[..., PipelinePlan], microbatches: int) -> None:
-    assert_sound(make(straight([1, 1, 2]), microbatches))
-    mixed = [Stage((0, 2), ("a", "b"), "round-robin"), Stage((2, 4), ("c", "d"), "split")]
-    assert_sound(make(mixed, microbatches))
-
-
 def test_the_orders_of_1f1b_and_zero_bubble() -> None:
     def order(plan: PipelinePlan, device: str) -> str:
         at = [(start, str(a)) for a, on in computations(plan).items() for d, start, _ in on
@@ -137,14 +78,22 @@ def test_the_orders_of_1f1b_and_zero_bubble() -> None:
 
 
 def test_interleaved_starts_with_a_round_on_every_chunk() -> None:
+    """A plan that is not sound is refused by its own program, which every run verifies."""
     stages = [Stage((s, s + 1), (f"d{s % 2}",)) for s in range(4)]
-    plan = interleaved(stages, 4)
-    assert_sound(plan)
-    first = sorted((e.start_seconds, e.action) for e in plan.actions if e.device == "d0")
+    first = sorted((e.start_seconds, e.action) for e in interleaved(stages, 4).actions
+                   if e.device == "d0")  # fmt: skip
     forwards = [action for _, action in first if "F" in action and "SEND" not in action]
     assert forwards == ["0F0", "0F1", "2F0", "2F1", "0F2", "0F3", "2F2", "2F3"]
     with pytest.raises(ValueError, match="multiple"):
         interleaved(stages, 3)
+
+
+@examples(60)
+@given(plans(LAYERS))
+def test_random_plans_are_sound(plan: PipelinePlan) -> None:
+    verify(plan, lower(plan))
+    assert [layer for s in plan.stages for layer in range(*s.layers)] == list(range(LAYERS))
+    assert len({device for stage in plan.stages for device in stage.devices}) in (2, 3, 4)
 
 
 # --- Flush and double-buffer --------------------------------------------------------------------
@@ -358,54 +307,6 @@ def test_stashing_updates_once_per_microbatch(plan: PipelinePlan) -> None:
     moved = 0.1 * plan.microbatches * sum(y.T @ x / len(x) for x, y in batches)
     expected = module[-1].weight - moved
     torch.testing.assert_close(found.state[f"{LAYERS - 1}.weight"], expected)
-
-
-@examples(25)
-@given(plan=plans(3, weights=["stash", "stash+vertical-sync"]))
-def test_stashing_is_a_walk_through_the_schedule(plan: PipelinePlan) -> None:
-    module = made(lambda: nn.Sequential(*(nn.Linear(3, 3) for _ in range(3))))
-    batches = batches_for(plan, width=3)
-    found = train(plan, module, batches, mse_loss, OPTIMIZERS["adam"])
-    assert_equal(found, Trained(walked(plan, module, batches), found.losses))
-
-
-def walked(
-    plan: PipelinePlan, module: nn.Module, batches: Sequence[tuple[Tensor, Tensor]]
-) -> dict[str, Tensor]:
-    """Training in the order of the times: keep weights at a forward, update after a backward."""
-    newest = [
-        {f"{i}.{name}": p.detach().clone() for i in range(*stage.layers)
-         for name, p in module[i].named_parameters()}
-        for stage in plan.stages
-    ]  # fmt: skip
-    optimizers = [OPTIMIZERS["adam"](list(weights.values())) for weights in newest]
-    timed = sorted(plan.actions, key=lambda entry: entry.start_seconds)
-    for inputs, targets in batches:
-        made = [[clones(weights)] for weights in newest]
-        used: dict[tuple[int, int], int] = {}
-        for entry in timed:
-            action = parse_action(entry.action)
-            s, m, kind = action.stage, action.microbatch, str(action.kind)
-            if entry.device != plan.stages[s].devices[0] or kind not in "FBW":
-                continue
-            if kind == "F":
-                synchronised = s > 0 and plan.weights == "stash+vertical-sync"
-                used[s, m] = used[0, m] if synchronised else len(made[s]) - 1
-                continue
-            weights = {}
-            for other, versions in enumerate(made):
-                weights |= clones(versions[used[other, m]])
-            x, y = (values.chunk(plan.microbatches)[m] for values in (inputs, targets))
-            mse_loss(functional_call(module, weights, x), y).backward()
-            for name, value in newest[s].items():
-                value.grad = weights[name].grad
-            optimizers[s].step()
-            made[s].append(clones(newest[s]))
-    return {name: value for weights in newest for name, value in weights.items()}
-
-
-def clones(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().clone().requires_grad_() for name, value in weights.items()}
 
 
 def test_what_the_equations_leave_open_is_refused() -> None:
