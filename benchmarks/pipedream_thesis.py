@@ -8,11 +8,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from time import process_time
 
 import numpy as np
 
-from benchmarks.antichains import partition_graph
 from benchmarks.pipedream import DATA, MISSING, SAMPLES, read_profile
 from benchmarks.report import Table
 from stagewright.executor.simulation.simulate import simulate
@@ -24,7 +22,6 @@ from stagewright.formulations.plans.assembly import assemble_pattern
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.arrays import Floats
-from stagewright.graphs.importers.pipedream import pipedream_graph
 from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers
 from stagewright.solvers.planners.baselines.hierarchy import (
     Hierarchy,
@@ -181,43 +178,6 @@ def table_2_2(choices: Sequence[Choice]) -> Table:
     return Table("pipedream-table-2-2", title, columns, tuple(rows))
 
 
-# --- Cuts at antichains -----------------------------------------------------------------------
-
-GRAPHS = ("resnet50", "resnet101", "densenet121", "gnmt", "gnmt_large")
-
-
-def antichains_table(profiles: Sequence[str]) -> Table:
-    """The recurrence on the states of the graph and on the linearised chain."""
-    places = {
-        "1x4 at 1": uniform_servers(1, 4, Link(1e9)),
-        "1x16 at 1.25": uniform_servers(1, 16, Link(1.25e9)),
-        **{f"{s}x{d} ({name})": Choice("", s, d, name, ()).machines
-           for s, d, name in ((4, 4, "A"), (2, 8, "B"))},
-    }  # fmt: skip
-    rows: list[tuple[object, ...]] = []
-    for profile in profiles:
-        path, samples = DATA / f"{profile}.graph.txt", SAMPLES[profile]
-        graph, chain = pipedream_graph(path, microbatch_size=samples), read_profile(profile)
-        for name, cluster in places.items():
-            hierarchy = hierarchy_of(cluster)
-            costs = costs_of(PipelineProblem(chain, cluster, 1), memory=False)
-            cells, began, states = [], process_time(), 0
-            for overlapped in FORMULAS.values():
-                found = partition_graph(graph, hierarchy, overlapped=overlapped)
-                tables = optimize(costs, hierarchy, overlapped=overlapped)
-                along = float(tables[-1].slowest[0, -1, -1])
-                more = max(0.0, along / found.slowest_seconds - 1)
-                states = found.states
-                cells += [f"{found.slowest_seconds:.6f}", f"{along:.6f}", f"{more:.2%}"]
-            spent = process_time() - began
-            rows.append((profile, states, name, *cells, f"{spent:.2f}"))
-    columns = ("profile", "states", "servers x GPUs, GB/s", "slowest s, thesis's formula",
-               "on the chain", "slower by", "slowest s, code's formula", "on the chain",
-               "slower by", "CPU s")  # fmt: skip
-    title = "PipeDream's recurrence on antichain states of the graph and on the linearised chain"
-    return Table("pipedream-antichains", title, columns, tuple(rows))
-
-
 # --- Figure 2.14: predicted and real throughput of VGG-16 on 16 GPUs ---------------------------
 
 FIGURE = (*CHOICES[:2], Choice("vgg16", 1, 16, "equal links", (15, 1)))
@@ -366,7 +326,6 @@ def tables(quick: bool) -> list[Table]:
     found = {choice.where: list(points(choice)) for choice in FIGURE[: 1 if quick else None]}
     return [
         table_2_2(CHOICES[:2] if quick else CHOICES),
-        antichains_table(GRAPHS[3:4] if quick else GRAPHS),
         figure_table(found),
         fits_table(found),
     ]

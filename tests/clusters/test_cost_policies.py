@@ -209,7 +209,7 @@ def test_slos_of_many_jobs_are_grouped_without_loss():
 @given(random_case(), st.floats(1e-4, 1))
 def test_the_makespan_within_a_budget_is_that_of_the_bisection(enough, case, share):
     """Thesis 6.4.3: M is feasible if what M needs costs at most B / M an hour."""
-    asked = case.problem
+    asked = replace(case.problem, steps=1e4 * case.problem.steps)  # far above tolerances
     columns = Columns(asked)
 
     def dollars(makespan):

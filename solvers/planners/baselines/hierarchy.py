@@ -3,8 +3,8 @@
 Level 0 has devices, level 1 the servers that they are in, and so on; all components of a level are
 equal. A stage of a level is computed by some of its components, each of which divides it further.
 
-A pipeline is cut at states: the prefixes of a chain of layers, or the downsets of a graph of
-operators (:mod:`antichains`). A stage is what one state has more than an earlier one.
+A pipeline is cut at states, the prefixes of a chain of layers. A stage is what one state has more
+than an earlier one.
 """
 
 from collections.abc import Iterator
@@ -79,16 +79,14 @@ class LayerCosts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CutStates:
-    """Where a pipeline may be cut: S sets of operators, from none to all.
-
-    In ascending order of their work, a set before those that contain it.
+    """Where a pipeline may be cut: S prefixes of the layers, from none to all.
 
     Attributes
     ----------
     work
         Seconds of forward and backward of a microbatch, shape (S,).
     parameter_bytes, crossing_bytes
-        Of the operators of a state, and of the outputs that others read, shape (S,).
+        Of the layers of a state, and of the outputs that others read, shape (S,).
     stages
         Whether one device may have what state j has more than state i, shape (S, S).
     """
@@ -172,7 +170,7 @@ def _slowest(cluster: Cluster, labels: Ints) -> float:
 
 
 def optimize(
-    costs: LayerCosts | CutStates,
+    costs: LayerCosts,
     hierarchy: Hierarchy,
     *,
     overlapped: bool = True,
@@ -183,7 +181,7 @@ def optimize(
     Parameters
     ----------
     costs
-        A chain of layers, or the states at which a graph of operators may be cut.
+        A chain of layers.
     hierarchy
         The devices.
     overlapped
@@ -192,7 +190,7 @@ def optimize(
     shape
         ``straight``: every stage on one device; ``data``: one stage on all devices.
     """
-    states = costs.states() if isinstance(costs, LayerCosts) else costs
+    states = costs.states()
     compute = np.where(states.stages, range_sums(states.work), np.inf)
     weights = range_sums(states.parameter_bytes)
     found: list[LevelTables] = []
