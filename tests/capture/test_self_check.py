@@ -235,8 +235,11 @@ def images(size: int) -> Batch:
 
 @pytest.mark.parametrize(
     ("kind", "batch"),
-    [(cached, keywords()), (beit, images(16)), (mobilevit, images(32))],
-    ids=["cache", "beit", "mobilevit"],
+    [
+        pytest.param(cached, keywords(), id="cache"),
+        pytest.param(beit, images(16), id="beit"),
+        pytest.param(mobilevit, images(32), id="mobilevit", marks=pytest.mark.slow),
+    ],
 )
 def test_caches_and_guards_of_others(kind: Any, batch: Batch) -> None:
     if kind in (beit, mobilevit):

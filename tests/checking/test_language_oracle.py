@@ -13,6 +13,7 @@ from language_oracle import Language, best, evaluate, least_memory_fits
 from language_prices import Instance, Stage
 from language_schedule import TICK, best_schedule, build_tasks, fits, static_bytes
 from profiles import slow_after
+from schedule_oracle import Action, least_time
 
 PROOFS = Path(__file__).resolve().parents[3] / "shared" / "data" / "proofs"
 NONE = frozenset({"none"})
@@ -301,60 +302,21 @@ def test_one_more_device_never_hurts(seed):
 # The schedule of fixed stages against an exhaustive search.
 
 
-class Exhaustive:
-    """The best schedule of fixed stages: every order of starts, each action as early as it can.
-
-    Sort an optimal schedule by its starts, and start each action in that order as early as its
-    predecessors, its resources, memory and the previous start allow: none starts later than before.
-    Memory grows only at starts, and what is freed by a time has started before it.
-    """
-
-    def __init__(self, instance, stages, tasks):
-        self.instance, self.stages, self.tasks = instance, stages, tasks
-        static = static_bytes(instance, stages)
-        self.capacity = [m - s for m, s in zip(instance.memory, static, strict=True)]
-        self.shortest = inf
-        self.tails = dict.fromkeys(tasks, 0)
-        for key in reversed(tasks):
-            for before in tasks[key].after:
-                tail = tasks[key].ticks + self.tails[key]
-                self.tails[before] = max(self.tails[before], tail)
-
-    def extend(self, times, now=0):
-        """Continue a schedule whose last start is ``now`` in every way."""
-        if len(times) == len(self.tasks):
-            self.shortest = min(self.shortest, max(end for _, end in times.values()))
-        for key, task in self.tasks.items():
-            if key not in times and all(before in times for before in task.after):
-                start = self.earliest(times, key, now)
-                if start is not None and start + task.ticks + self.tails[key] < self.shortest:
-                    self.extend({**times, key: (start, start + task.ticks)}, start)
-
-    def earliest(self, times, key, now):
-        task = self.tasks[key]
-        before = set(task.after) | {
-            other for other in times if set(self.tasks[other].resources) & set(task.resources)
-        }
-        ready = max([now, *(times[other][1] for other in before)])
-        for start in sorted({ready, *(end for _, end in times.values() if end > ready)}):
-            if self.fits_at({**times, key: (start, start + task.ticks)}, start):
-                return start
-        return None
-
-    def fits_at(self, times, now):
-        used = [0] * len(self.capacity)
-        for (action, index, microbatch), (start, _) in times.items():
-            last = "B" if ("B", index, microbatch) in self.tasks else "W"
-            end = times.get((last, index, microbatch), (0, inf))[1]
-            if start <= now < end and action in ("F", "B", "I"):
-                for device in self.stages[index].runners(microbatch):
-                    used[device] += self.size(action, self.stages[index])
-        return all(use <= have for use, have in zip(used, self.capacity, strict=True))
-
-    def size(self, action, stage):
-        if action == "F":
-            return self.instance.held(stage)
-        return self.instance.recomputed(stage, action == "B")
+def by_every_order(instance, stages, tasks):
+    """Ticks of the best schedule of fixed stages, by :mod:`schedule_oracle`."""
+    actions = {}
+    for (kind, index, microbatch), task in tasks.items():
+        last = "B" if ("B", index, microbatch) in tasks else "W", index, microbatch
+        stage = stages[index]
+        size = instance.held(stage) if kind == "F" else 0
+        if kind in ("B", "I"):
+            size = instance.recomputed(stage, kind == "B")
+        holds = [(device, size, last) for device in stage.runners(microbatch)] if size else []
+        resources, before = frozenset(task.resources), tuple(task.after)
+        actions[kind, index, microbatch] = Action(task.ticks, resources, before, tuple(holds))
+    static = static_bytes(instance, stages)
+    room = [have - used for have, used in zip(instance.memory, static, strict=True)]
+    return least_time(actions, dict(enumerate(room)))
 
 
 @pytest.mark.parametrize("seed", slow_after(20, range(50)))
@@ -380,9 +342,7 @@ def test_schedules_equal_an_exhaustive_search(seed):
     tasks = build_tasks(instance, stages, split_backward=len(stages) == 1)
     assert fits(instance, stages)
     found = best_schedule(instance, stages, tasks, inf)
-    search = Exhaustive(instance, stages, tasks)
-    search.extend({})
-    assert found[0] == search.shortest
+    assert found[0] == by_every_order(instance, stages, tasks)
 
 
 def memory_range(instance, stages):

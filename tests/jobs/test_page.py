@@ -49,9 +49,10 @@ SMALL = {
 DRAWN = "document.querySelector('.timeline canvas')"
 
 
-@pytest.fixture
-def client(tmp_path: Path) -> Iterator[TestClient]:
-    store = ServiceStore(f"sqlite:///{tmp_path / STORE}")
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    """A service that is only read."""
+    store = ServiceStore(f"sqlite:///{tmp_path_factory.mktemp('client') / STORE}")
     with TestClient(create_app(Service(store))) as found:
         yield found
     store.close()
