@@ -32,6 +32,8 @@ from stagewright.formulations.plans.plan import (
 )
 from stagewright.formulations.plans.shards import stays
 from stagewright.formulations.schedules.order import Order
+from stagewright.formulations.schedules.published import one_f_one_b as schedules
+from stagewright.formulations.schedules.published.kinds import Sizes, schedule_of
 from stagewright.graphs.documents.errors import InvalidPlan
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
@@ -236,40 +238,16 @@ def one_f_one_b(
     stages: Sequence[Stage], microbatches: int, weights: Weights = "flush"
 ) -> PipelinePlan:
     """Stage s of p begins with p - s forwards, then one backward and one forward alternate."""
-
-    orders = [
-        _alternating(s, len(stages), microbatches, lambda m, s=s: [Action(s, B, m)])
-        for s in range(len(stages))
-    ]
-    return _per_stage(stages, microbatches, orders, weights)
-
-
-def _alternating(
-    s: int, stages: int, microbatches: int, back: Callable[[int], list[Action]]
-) -> list[Action]:
-    """The forwards of stage s, each but the first p - s - 1 before a microbatch's way back."""
-    ahead = min(stages - 1 - s, microbatches)
-    found = [Action(s, F, m) for m in range(ahead)]
-    for m in range(microbatches):
-        found += [Action(s, F, m + ahead)] if m + ahead < microbatches else []
-        found += back(m)
-    return found
+    order = schedules.one_f_one_b(len(stages), microbatches)
+    return _per_stage(stages, microbatches, order.rows, weights)
 
 
 def zero_bubble_h1(
     stages: Sequence[Stage], microbatches: int, weights: Weights = "flush"
 ) -> PipelinePlan:
     """1F1B whose backwards are split; stage s is s weight gradients behind (ZB-H1)."""
-
-    def order(s: int) -> list[Action]:
-        def back(m: int) -> list[Action]:
-            return [Action(s, I, m), *([Action(s, W, m - s)] if m >= s else [])]
-
-        found = _alternating(s, len(stages), microbatches, back)
-        late = range(max(0, microbatches - s), microbatches)
-        return found + [Action(s, W, m) for m in late]
-
-    return _per_stage(stages, microbatches, [order(s) for s in range(len(stages))], weights)
+    order = schedule_of("zb-h1", Sizes(len(stages), microbatches))
+    return _per_stage(stages, microbatches, order.rows, weights)
 
 
 def interleaved(stages: Sequence[Stage], microbatches: int) -> PipelinePlan:
@@ -279,25 +257,11 @@ def interleaved(stages: Sequence[Stage], microbatches: int) -> PipelinePlan:
     """
     devices = [stage.devices[0] for stage in stages]
     p = len(set(devices))
-    chunks, total = len(stages) // p, microbatches * len(stages) // p
+    chunks = len(stages) // p
     if devices != devices[:p] * chunks or microbatches % p:
         raise ValueError("stages must stand on devices in turn, microbatches be a multiple of p")
-
-    def action(rank: int, kind: ActionKind, k: int) -> Action:
-        """The k-th forward or backward of a device."""
-        chunk = k // p % chunks
-        chunk = chunk if kind is F else chunks - 1 - chunk
-        return Action(chunk * p + rank, kind, k // (p * chunks) * p + k % p)
-
-    def order(rank: int) -> list[Action]:
-        ahead = min(2 * (p - rank - 1) + (chunks - 1) * p, total)
-        found = [action(rank, F, k) for k in range(ahead)]
-        for k in range(total):
-            found += [action(rank, F, k + ahead)] if k + ahead < total else []
-            found += [action(rank, B, k)]
-        return found
-
-    return plan_in_order(stages, microbatches, {devices[r]: order(r) for r in range(p)})
+    rows = schedules.interleaved(p, chunks, microbatches).rows
+    return plan_in_order(stages, microbatches, dict(zip(devices[:p], rows, strict=True)))
 
 
 def of_order(order: Order, stops: Sequence[int], width: int = 1, **options: Any) -> PipelinePlan:
