@@ -98,7 +98,7 @@ def test_dropout_between_recurrent_layers(kind: Any, bidirectional: bool) -> Non
     class Recurrent(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            options = {"num_layers": 3, "dropout": 0.5, "bidirectional": bidirectional}
+            options = {"num_layers": 2, "dropout": 0.5, "bidirectional": bidirectional}
             self.layers = kind(6, 4, batch_first=True, **options)
 
         def forward(self, x: Tensor) -> Tensor:
