@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dag_instances import every_loads, least, least_replicated, problems
+from dag_instances import least, problems
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
@@ -50,21 +50,6 @@ def test_equals_every_assignment(problem):
     assert found.gap == pytest.approx(0, abs=1e-8)
 
 
-@examples(60)
-@given(problem=problems(5))
-def test_free_partitions_equal_every_assignment(problem):
-    right = least(problem, contiguous=False)
-    found = free_partition(problem, partition(problem, LIMITS), LIMITS)
-    if right == inf:
-        assert found.status is Status.INFEASIBLE
-        return
-    assert found.status is Status.OPTIMAL
-    assert found.cost == pytest.approx(right)
-    assert problem.evaluate(found.sets, contiguous=False) == found.cost
-    alone = replace(partition(problem, LIMITS), sets=None, cost=None)
-    assert free_partition(problem, alone, LIMITS).cost == pytest.approx(right)
-
-
 @examples(150)
 @given(problem=problems(), price=st.tuples(st.integers(0, 3), st.integers(0, 3)))
 def test_no_bound_is_above_the_optimum(problem, price):
@@ -103,72 +88,6 @@ def test_downsets_of_chains_and_antichains(n):
     assert len(downsets(n, [(i, i + 1) for i in range(n - 1)], 100)) == n + 1
     assert len(downsets(n, [], 100)) == 2**n
     assert downsets(6, [], 63) is None
-
-
-@examples(60)
-@given(problem=problems(4), exchange=st.lists(st.integers(0, 2), min_size=4, max_size=4),
-       most=st.integers(1, 3))  # fmt: skip
-def test_replicas_equal_every_division(problem, exchange, most):
-    times = np.array(exchange[: len(problem.names)], dtype=float) / 2
-    problem = replace(problem, exchange=times, most_replicas=most)
-    right = least_replicated(problem)
-    assert right == (pytest.approx(least(problem)) if most == 1 else right)
-    found = partition(problem, LIMITS)
-    assert found.bound <= right * (1 + 1e-9)
-    if right == inf:
-        assert found.status is Status.INFEASIBLE
-        return
-    assert found.status is Status.OPTIMAL
-    assert found.cost == pytest.approx(right)
-    assert problem.evaluate(found.sets) == pytest.approx(right)
-    assert heaviest_part(problem) <= right * (1 + 1e-9)
-
-
-@st.composite
-def passes(draw):
-    """Some of the times are of the backward pass, which has tensors and exchanges of its own."""
-    problem = draw(problems(4))
-    n = len(problem.names)
-    share = np.array(draw(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=n, max_size=n)))
-    tensors = tuple(replace(one, backward=draw(st.booleans())) for one in problem.tensors)
-    exchange = np.array(draw(st.lists(st.integers(0, 2), min_size=n, max_size=n)), dtype=float)
-    return replace(
-        problem,
-        tensors=tensors,
-        backward=problem.seconds * share[:, None],
-        exchange=exchange,
-        most_replicas=draw(st.integers(1, 2)),
-    )
-
-
-@examples(80)
-@given(problem=passes())
-def test_phases_equal_every_division(problem):
-    """The largest forward load and the largest backward load, which may be of two sets."""
-    forth = replace(
-        problem,
-        seconds=problem.seconds - problem.backward,
-        tensors=tuple(one for one in problem.tensors if not one.backward),
-        exchange=np.zeros(len(problem.names)),
-        backward=None,
-    )
-    back = replace(
-        problem,
-        seconds=problem.backward,
-        tensors=tuple(one for one in problem.tensors if one.backward),
-        backward=None,
-    )
-    both = zip(every_loads(forth), every_loads(back), strict=True)
-    right = min((max(f) + max(b) for f, b in both), default=inf)
-    found = partition_phases(problem, LIMITS)
-    assert found.bound <= right * (1 + 1e-9)
-    if right == inf:
-        assert found.status is Status.INFEASIBLE
-        return
-    assert found.status is Status.OPTIMAL
-    assert found.cost == pytest.approx(right)
-    assert problem.evaluate_phases(found.sets) == pytest.approx(right)
-    assert problem.evaluate(found.sets) <= found.cost * (1 + 1e-9)
 
 
 def test_phases_by_hand():

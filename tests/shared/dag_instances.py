@@ -45,12 +45,12 @@ def problems(draw, most=6):
     )
 
 
-def least(problem, contiguous=True):
+def least(problem):
     """The least largest load, by every assignment of parts to devices."""
     devices = [k for k, pool in enumerate(problem.pools) for _ in range(pool.count)]
     n, best = len(problem.names), inf
     for home in product(range(len(devices)), repeat=n):
-        if contiguous and not _is_ordered(problem, home):
+        if not _is_ordered(problem, home):
             continue
         worst = 0.0
         for d, k in enumerate(devices):
@@ -66,46 +66,6 @@ def least(problem, contiguous=True):
             worst = max(worst, load)
         best = min(best, worst)
     return best
-
-
-def least_replicated(problem):
-    """The same with replicas: every division into sets, and a pool and a number for each."""
-    return min((max(loads) for loads in every_loads(problem)), default=inf)
-
-
-def every_loads(problem):
-    """The loads of every division into sets that fit, with a pool and replicas for each."""
-    n = len(problem.names)
-    kinds = [
-        (k, r)
-        for k, pool in enumerate(problem.pools)
-        for r in range(1, min(pool.count, problem.most_replicas) + 1)
-    ]
-    most = min(n, sum(pool.count for pool in problem.pools))
-    for home in product(range(most), repeat=n):
-        number = len(set(home))
-        if set(home) != set(range(number)) or not _is_ordered(problem, home):
-            continue
-        for chosen in product(kinds, repeat=number):
-            used = [sum(r for k, r in chosen if k == pool) for pool in range(len(problem.pools))]
-            if any(u > pool.count for u, pool in zip(used, problem.pools, strict=True)):
-                continue
-            yield [
-                _replicated(problem, [i for i in range(n) if home[i] == s], *chosen[s])
-                for s in range(number)
-            ]
-
-
-def _replicated(problem, own, pool, replicas):
-    if sum(problem.bytes[i] for i in own) > problem.pools[pool].memory:
-        return inf
-    load = sum(problem.seconds[i][pool] for i in own)
-    if problem.pools[pool].pays_transfers:
-        for tensor in problem.tensors:
-            there = sum(i in own for i in tensor.parts)
-            load += tensor.seconds * (0 < there < len(tensor.parts))
-    ring = 2 * (replicas - 1) * sum(problem.exchange[i] for i in own)
-    return (load + ring) / replicas
 
 
 def _is_ordered(problem, home):
