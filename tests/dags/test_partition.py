@@ -124,6 +124,7 @@ def test_replicas_by_hand():
         exchange=np.array([0.0, 0.0]), most_replicas=4,
     )  # fmt: skip
     assert partition(problem, LIMITS).cost == 2.0
+    assert heaviest_part(problem) == 6 / 4
     dear = replace(problem, exchange=np.array([30.0, 0.0]))
     found = partition(dear, LIMITS)
     assert found.cost == 6.0
