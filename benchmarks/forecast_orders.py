@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from statistics import median
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from rich.progress import track
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
+from benchmarks.any_models import hugging_face
 from benchmarks.forecasts import (
     CLASSES,
     HEADS,
@@ -42,45 +43,6 @@ Given = tuple[Tensor | dict[str, Tensor], Tensor | tuple[()]]
 ORDERS = ("1f1b", "zb-h1", "zbv", "interleaved")
 WIDTH, DEPTH = 128, 8
 STEPS = 3  # of a round, that count
-
-
-def llama() -> nn.Module:
-    """A small Llama of transformers."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=2 * VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH,
-            num_hidden_layers=DEPTH, num_attention_heads=HEADS, num_key_value_heads=2,
-            use_cache=False,
-        )
-    )  # fmt: skip
-
-
-def gpt2() -> nn.Module:
-    """A small GPT-2 of transformers."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=2 * VOCABULARY, n_positions=SEQUENCE, n_embd=WIDTH, n_layer=DEPTH,
-            n_head=HEADS, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False,
-            bos_token_id=0, eos_token_id=0,
-        )
-    )  # fmt: skip
-
-
-def vit() -> nn.Module:
-    """A small vision transformer of transformers."""
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return ViTForImageClassification(
-        ViTConfig(
-            hidden_size=WIDTH, num_hidden_layers=DEPTH, num_attention_heads=HEADS,
-            intermediate_size=2 * WIDTH, image_size=PIXELS, patch_size=8,
-            hidden_dropout_prob=0, attention_probs_dropout_prob=0,
-        )
-    )  # fmt: skip
 
 
 def mlp() -> nn.Module:
@@ -112,12 +74,34 @@ def vectors() -> Given:
     )
 
 
+OF_TOKENS: dict[str, Any] = {"vocab_size": 2 * VOCABULARY, "use_cache": False}
+NO_DROPOUT = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+SIZES = {"hidden_size": WIDTH, "num_hidden_layers": DEPTH, "num_attention_heads": HEADS}
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Given]]] = {
-    "Llama": (llama, labelled_tokens),
-    "GPT-2": (gpt2, labelled_tokens),
-    "ViT": (vit, labelled_images),
+    "Llama": (
+        hugging_face(
+            "LlamaForCausalLM", "LlamaConfig", **OF_TOKENS, **SIZES, intermediate_size=2 * WIDTH,
+            num_key_value_heads=2,
+        ),
+        labelled_tokens,
+    ),
+    "GPT-2": (
+        hugging_face(
+            "GPT2LMHeadModel", "GPT2Config", **OF_TOKENS, n_positions=SEQUENCE, n_embd=WIDTH,
+            n_layer=DEPTH, n_head=HEADS, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+            bos_token_id=0, eos_token_id=0,
+        ),
+        labelled_tokens,
+    ),
+    "ViT": (
+        hugging_face(
+            "ViTForImageClassification", "ViTConfig", **SIZES, **NO_DROPOUT,
+            intermediate_size=2 * WIDTH, image_size=PIXELS, patch_size=8,
+        ),
+        labelled_images,
+    ),
     "MLP": (mlp, vectors),
-}
+}  # fmt: skip
 
 
 class Outcome(NamedTuple):

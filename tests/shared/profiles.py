@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, settings  # noqa: TID251
 Value = TypeVar("Value")
 
 QUICK, NIGHTLY = "quick", "nightly"
-QUICK_SHARE = 10
+QUICK_SHARE = 14
 REAL_FOLDERS = {"capture", "faults", "jobs", "training"}
 UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)  # where shrinking takes minutes
 
@@ -30,7 +30,7 @@ def by_profile(quick: Value, nightly: Value) -> Value:
 def examples(count: int, *, quick: int | None = None, **options: Any) -> settings:
     """``count`` examples under the nightly profile, ``quick`` under any other.
 
-    ``quick`` is a tenth of them unless told, and at least two.
+    ``quick`` is a fourteenth of them unless told, and at least two.
     """
     few = max(2, count // QUICK_SHARE) if quick is None else quick
     return settings(max_examples=by_profile(few, count), **options)

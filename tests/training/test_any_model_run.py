@@ -94,8 +94,11 @@ REFUSED = {
     ("mixtral", "divided"): NO_SAMPLES,
 }
 PIPELINES = ("two_stages", "four_stages", "zero_bubble")
-QUICK = {("gpt2", "zero_bubble"), ("llama", "gathered"), ("resnet18", "divided")}
-FURTHER = {("llama", "divided"), ("llama", "optimizer_parts"), ("resnet18", "two_by_two")}
+QUICK = {("gpt2", "zero_bubble"), ("llama", "gathered")}
+FURTHER = {
+    *(("llama", "divided"), ("llama", "optimizer_parts")),
+    *(("resnet18", "divided"), ("resnet18", "two_by_two")),
+}
 
 
 def runs() -> list[Any]:
