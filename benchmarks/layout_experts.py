@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from benchmarks.layout_runs import compiled
+from benchmarks.models import V3
 from benchmarks.report import Table
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
@@ -31,27 +32,14 @@ from stagewright.graphs.machines.fabric import Fabric
 from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.graphs.machines.rates import rates_of
 from stagewright.graphs.machines.stack_memory import STACK_MEMORY
-from stagewright.graphs.models.architecture import (
-    Architecture,
-    Experts,
-    FeedForward,
-    GroupedAttention,
-    LatentAttention,
-)
 from stagewright.solvers.parallelism.refining import search
 from stagewright.solvers.parallelism.space import Space
 
-V3 = Architecture(
-    "deepseek-v3", 61, 7168, 129280,
-    LatentAttention(128, 512, 128, 64, 128, query_rank=1536),
-    FeedForward(18432),
-    experts=Experts(256, 8, 2048, 2048, dense_layers=frozenset({0, 1, 2})),
-)  # fmt: skip
 GPUS, BATCH, SEQUENCE = 2048, 15360, 4096
 
 # As printed in [I], table 4, MPFT.
 SECONDS, TOKENS_PER_DAY = 19.926, 272.80e9
-TERAFLOPS, CAUSAL_TERAFLOPS = 432, 385  # with the whole matrix of scores, and with half of it
+TERAFLOPS = 432  # with the whole matrix of scores
 PARTS = {"1F": 1.13, "1B": 1.99, "1W": 0.48, "1F1B": 13.95, "bubble": 2.06, "optimizer": 0.29}
 
 # 61 blocks in 16 stages: 4 each, 2 in the first and 3 in the last.
@@ -63,23 +51,6 @@ LAYOUTS = tuple(
 AS_PRINTED = parse_layout(f"{_PRINTED} moe_act+layernorm dualpipe")
 """With what is recomputed in [R] 3.2.3, and with fused operators as Megatron Core has them."""
 _NO_TIME = 1e18  # bytes/s
-
-
-def _qwen(
-    billions: int, layers: int, hidden: int, heads: int, width: int, expert: int
-) -> Architecture:
-    return Architecture(
-        f"qwen3-{billions}b",
-        layers,
-        hidden,
-        151936,
-        GroupedAttention(heads, 4, 128, head_norms=True),
-        FeedForward(width),
-        experts=Experts(128, 8, expert),
-    )
-
-
-QWEN_30B, QWEN_235B = _qwen(30, 48, 2048, 32, 6144, 768), _qwen(235, 94, 4096, 64, 12288, 1536)
 
 
 def problem(*, fp8: bool = True, free: bool = False) -> TrainingProblem:
@@ -100,19 +71,6 @@ def predicted(layout: Layout, *, fp8: bool = True, free: bool = False) -> Estima
     if layout == AS_PRINTED:
         of = with_stack(of, STACK_MEMORY["megatron"])
     return evaluate(of, layout, compiled)
-
-
-def flops_per_token(*, causal: bool = False) -> float:
-    """Of forward and backward, as our model counts them; causal: half of the scores' matrix."""
-    every = problem().model_flops / (BATCH * SEQUENCE)
-    attention = 3 * sum(one["attention"] for one in V3.flops(1, SEQUENCE).values() if len(one) > 3)
-    return every - attention / (2 * SEQUENCE) if causal else every
-
-
-def printed_flops_per_token(*, causal: bool = False) -> float:
-    """The same from the printed rates."""
-    rate = 1e12 * GPUS * (CAUSAL_TERAFLOPS if causal else TERAFLOPS)
-    return rate * 86400 / TOKENS_PER_DAY
 
 
 def tables() -> Iterator[Table]:

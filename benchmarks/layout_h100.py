@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from benchmarks.layout_runs import compiled, gpt, gpt_problem
+from benchmarks.models import ARCHITECTURES
 from benchmarks.report import Table
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.rates import rates_named
-from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
+from stagewright.graphs.models.architecture import Architecture
 
 # Heads, hidden size, layers, t, p, batch, TFLOP/s per GPU as printed; d is 48.
 _MEGATRON = (
@@ -47,18 +48,7 @@ _LLAMA = ((8192, 1, 8192, 430), (16384, 1, 8192, 400), (16384, 16, 131072, 380))
 TOKENS = 16 * 2**20
 
 
-def _llama(billions: int, layers: int, hidden: int, width: int, heads: int) -> Architecture:
-    return Architecture(
-        f"llama-3-{billions}b",
-        layers,
-        hidden,
-        128256,
-        GroupedAttention(heads, 8, 128),
-        FeedForward(width),
-    )
-
-
-LLAMA = _llama(405, 126, 16384, 53248, 128)
+LLAMA = ARCHITECTURES["llama3-405b"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,19 +27,14 @@ from types import ModuleType
 from typing import Any
 
 from benchmarks.layout_runs import compiled
+from benchmarks.models import ARCHITECTURES, V3
 from benchmarks.report import Table
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.graphs.machines.rates import rates_of
-from stagewright.graphs.models.architecture import (
-    Architecture,
-    Experts,
-    FeedForward,
-    GroupedAttention,
-    LatentAttention,
-)
+from stagewright.graphs.models.architecture import Experts, FeedForward
 
 CHECKOUT = "SIMUMAX"
 RESULTS = "docs/b200/b200_release_v1.2_summary.json"
@@ -50,23 +45,16 @@ _STRATEGIES = {
 }
 _TRANSFORMER_ENGINE = "2.11.0"  # of the runs; it keeps a gradient of every shape of weight
 
-_LATENT = LatentAttention(128, 512, 128, 64, 128, query_rank=1536)
+assert V3.experts is not None
 _FIRST = frozenset({0})  # the runs have one dense layer, the whole DeepSeek-V3 three
 MODELS = {
-    "llama3_70b": Architecture(
-        "llama3-70b", 80, 8192, 128256, GroupedAttention(64, 8, 128), FeedForward(28672)
+    "llama3_70b": ARCHITECTURES["llama3-70b"],
+    "llama3_405b": ARCHITECTURES["llama3-405b"],
+    "deepseekv2": replace(
+        V3, name="deepseekv2", layers=60, hidden=5120, vocabulary=102400,
+        feed_forward=FeedForward(12288), experts=Experts(160, 6, 1536, 3072, dense_layers=_FIRST),
     ),
-    "llama3_405b": Architecture(
-        "llama3-405b", 126, 16384, 128256, GroupedAttention(128, 8, 128), FeedForward(53248)
-    ),
-    "deepseekv2": Architecture(
-        "deepseekv2", 60, 5120, 102400, _LATENT, FeedForward(12288),
-        experts=Experts(160, 6, 1536, 3072, dense_layers=_FIRST),
-    ),
-    "deepseekv3": Architecture(
-        "deepseekv3", 61, 7168, 129280, _LATENT, FeedForward(18432),
-        experts=Experts(256, 8, 2048, 2048, dense_layers=_FIRST),
-    ),
+    "deepseekv3": replace(V3, name="deepseekv3", experts=replace(V3.experts, dense_layers=_FIRST)),
 }  # fmt: skip
 _CONFIGS = {"llama3_70b": "llama3-70b", "llama3_405b": "llama3-405b_padding_128"}
 

@@ -9,17 +9,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from benchmarks.layout_runs import gpt
+from benchmarks.models import ARCHITECTURES
 from benchmarks.report import Table
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.graphs.machines.rates import rates_of
-from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
 from stagewright.solvers.parallelism.refining import refine, search
 from stagewright.solvers.parallelism.space import Space
 
-LLAMA = Architecture(
-    "Llama 3 70B", 80, 8192, 128256, GroupedAttention(64, 8, 128), FeedForward(28672)
-)
+LLAMA = replace(ARCHITECTURES["llama3-70b"], name="Llama 3 70B")
 GPT = replace(gpt(96, 12288, 96), name="GPT 175B", positions=None, dropout=False)
 
 ALL = Space(zero=(0, 1))

@@ -1,10 +1,7 @@
 """Published iterations of large transformers, as problems and layouts: measured, and predicted.
 
 The rows are facts read from ``shared/data/training/measured_layouts.csv``; what a source does not
-print is assumed as the README there says. The shapes of the models are those of their
-configurations: Llama 2 and 3, Qwen 3, DeepSeek-V3 and Nemotron on the hub, GPT-3 of NeMo's recipes
-(NeMo-Framework-Launcher, conf/training/gpt3), MPT of llm-foundry (yamls/pretrain), and Megatron's
-GPT of the thesis.
+print is assumed as the README there says.
 """
 
 import csv
@@ -13,9 +10,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.layout_experts import QWEN_30B, QWEN_235B, V3
 from benchmarks.layout_h100 import CHOSEN, megatron
-from benchmarks.layout_runs import Run, gpt, korthikanti, of_2021, table_4_1
+from benchmarks.layout_runs import Run, korthikanti, of_2021, table_4_1
+from benchmarks.models import ARCHITECTURES
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
 from stagewright.formulations.parallelism.training import (
     TrainingProblem,
@@ -25,11 +22,6 @@ from stagewright.formulations.prices.computing import precision_named
 from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.graphs.machines.rates import rates_of
 from stagewright.graphs.machines.stack_memory import STACK_MEMORY
-from stagewright.graphs.models.architecture import (
-    Architecture,
-    FeedForward,
-    GroupedAttention,
-)
 
 ROWS = Path(__file__).parents[2] / "shared/data/training/measured_layouts.csv"
 
@@ -159,63 +151,11 @@ def _problem(
     memory: float | None,
 ) -> TrainingProblem:
     fabric = fabric_of_kind(device, gpus, memory_bytes=memory)
-    of = replace(_architecture(model), positions=None)
+    of = replace(ARCHITECTURES[model], positions=None)
     problem = TrainingProblem(
         of, sequence, batch, fabric, rates_of(device), precision_named(precision)
     )
     if stack == "megatron-2021":
         problem = replace(of_2021(problem), attention="materialized")
-        problem = replace(problem, architecture=_architecture(model))
+        problem = replace(problem, architecture=ARCHITECTURES[model])
     return with_stack(problem, STACK_MEMORY[stack])
-
-
-def _llama(name: str, layers: int, hidden: int, heads: int, keys: int, width: int, vocabulary: int
-           ) -> Architecture:  # fmt: skip
-    attention = GroupedAttention(heads, keys, hidden // heads)
-    return Architecture(name, layers, hidden, vocabulary, attention, FeedForward(width))
-
-
-def _mpt(name: str, layers: int, hidden: int, heads: int) -> Architecture:
-    attention = GroupedAttention(heads, heads, hidden // heads)
-    wide = FeedForward(4 * hidden, gated=False)
-    return Architecture(
-        name, layers, hidden, 50368, attention, wide, norm="layer", positions=65536, tied=True
-    )
-
-
-def _nemotron(name: str, layers: int, hidden: int, heads: int, keys: int) -> Architecture:
-    attention = GroupedAttention(heads, keys, hidden // heads)
-    wide = FeedForward(4 * hidden, gated=False)
-    return Architecture(name, layers, hidden, 256000, attention, wide, norm="layer")
-
-
-_MODELS = {
-    one.name: one
-    for one in (
-        _llama("llama2-7b", 32, 4096, 32, 32, 11008, 32000),
-        _llama("llama2-13b", 40, 5120, 40, 40, 13824, 32000),
-        _llama("llama2-70b", 80, 8192, 64, 8, 28672, 32000),
-        _llama("llama3-8b", 32, 4096, 32, 8, 14336, 128256),
-        _llama("llama3-70b", 80, 8192, 64, 8, 28672, 128256),
-        _llama("llama3-405b", 126, 16384, 128, 8, 53248, 128256),
-        QWEN_30B,
-        QWEN_235B,
-        V3,
-        _mpt("125m", 12, 768, 12),
-        _mpt("760m", 24, 1536, 12),
-        _mpt("3b", 32, 2560, 20),
-        _mpt("13b", 40, 5120, 40),
-        _mpt("70b", 80, 8192, 64),
-        _nemotron("nemotron-8b", 32, 4096, 32, 32),
-        _nemotron("nemotron-22b", 40, 6144, 48, 48),
-        _nemotron("nemotron4-340b", 96, 18432, 96, 8),
-        replace(gpt(24, 4096, 32), name="gpt3-5b"),
-        replace(gpt(44, 6144, 48), name="gpt3-20b"),
-        replace(gpt(40, 6144, 48), name="40x6144"),
-        replace(gpt(48, 8192, 64), name="48x8192"),
-    )
-}  # fmt: skip
-
-
-def _architecture(model: str) -> Architecture:
-    return _MODELS[model]

@@ -15,6 +15,7 @@ from functools import lru_cache
 
 from benchmarks.layout_runs import compiled
 from benchmarks.measured_layouts import MeasuredRun, measured_runs
+from benchmarks.models import ARCHITECTURES
 from benchmarks.report import Table, percent
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout, parse_layout
@@ -59,7 +60,7 @@ def printed(runs: tuple[MeasuredRun, ...]) -> Table:
 
 def model_named(name: str) -> Architecture:
     """A model of the runs."""
-    return next(run.problem.architecture for run in measured_runs() if run.model == name)
+    return replace(ARCHITECTURES[name], positions=None)
 
 
 def _printed(run: MeasuredRun) -> tuple[object, ...]:
