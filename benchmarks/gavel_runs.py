@@ -1,16 +1,12 @@
-"""Simulations for ``gavel.py``: one case, and many of them in processes, with results kept.
+"""Simulations for ``gavel.py``: one case, and many of them in processes.
 
 Traces, throughputs and the published points are read from the folder ``shared/data/gavel`` beside
-the checkout and are not part of the repository. A full run takes most of an hour of one core. With
-``GAVEL_RESULTS=FILE.json`` in the environment finished simulations are kept in that file, and a run
-that was cut goes on from there.
+the checkout and are not part of the repository. A full run takes most of an hour of one core.
 """
 
-import json
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from math import nan
@@ -19,7 +15,7 @@ from pathlib import Path
 from random import Random
 from statistics import fmean
 from time import perf_counter, process_time
-from typing import Literal, TypeVar
+from typing import Literal
 
 from rich.progress import track
 
@@ -27,7 +23,6 @@ from stagewright.executor.clusters.rules import ClusterRules
 from stagewright.executor.clusters.simulation import simulate_cluster
 from stagewright.executor.clusters.timeline import ClusterTimeline
 from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem
-from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.gavel import read_throughputs, read_trace
 from stagewright.graphs.workloads.jobs import Job, Throughputs
@@ -37,7 +32,6 @@ from stagewright.solvers.clusters.policies import allocate, policy_named
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "gavel"
 MISSING = f"skipped: Gavel's data are not in {Path(*DATA.parts[-3:])} beside the checkout"
-RESULTS = "GAVEL_RESULTS"
 PROCESSES = 2
 SEED = 0
 HOUR = 3600.0
@@ -194,45 +188,12 @@ def outcome(case: Case, found: ClusterTimeline, wall: float, cpu: float) -> Outc
 
 # --- Many simulations ----------------------------------------------------------------------------
 
-T = TypeVar("T")
 Outcomes = dict[Case, Outcome]
 
 
 def study(cases: Iterable[Case]) -> Outcomes:
-    """All cases, each once, in processes of one thread each; see the module on what is kept."""
+    """All cases, each once, in processes of one thread each."""
     wanted = tuple(dict.fromkeys(cases))
-    place = os.environ.get(RESULTS)
-    found = read_outcomes(Path(place)) if place else {}
-    missing = [case for case in wanted if case not in found]
     with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
-        finished = track(pool.map(simulate, missing), "gavel", total=len(missing))
-        for case, one in zip(missing, finished, strict=True):
-            found[case] = one
-            if place:
-                write_outcomes(Path(place), found)
-    return {case: found[case] for case in wanted}
-
-
-def read_outcomes(path: Path) -> Outcomes:
-    """Outcomes that :func:`write_outcomes` wrote; none if there is no file."""
-    if not path.exists():
-        return {}
-    return {
-        _tuples(Case, entry["case"]): _tuples(Outcome, entry["outcome"])
-        for entry in json.loads(path.read_text())
-    }
-
-
-def write_outcomes(path: Path, found: Outcomes) -> None:
-    entries = [{"case": asdict(case), "outcome": asdict(one)} for case, one in found.items()]
-    documents.write_text(path, json.dumps(entries))
-
-
-def _tuples(kind: Callable[..., T], fields: dict[str, object]) -> T:
-    """JSON has lists where the records have tuples."""
-    return kind(
-        **{
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in fields.items()
-        }
-    )
+        finished = track(pool.map(simulate, wanted), "gavel", total=len(wanted))
+        return dict(zip(wanted, finished, strict=True))

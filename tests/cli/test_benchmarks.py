@@ -1,11 +1,8 @@
 """The benchmarks run, and what they claim of quality holds on their small cases."""
 
 import re
-from dataclasses import replace
 from itertools import combinations, pairwise
-from math import exp, log
 
-import matplotlib.image
 import numpy as np
 import pytest
 from profiles import slow_after
@@ -194,38 +191,6 @@ def test_madpipe_is_ahead_where_memory_is_scarce():
     assert outcome.madpipe.bound <= periods.predicted <= periods.achieved
     assert outcome.ratio > 1.1
     madpipe.require_never_slower([outcome])
-
-
-def outcome(case: madpipe.Case, theirs: float | None, ours: float | None) -> madpipe.Outcome:
-    planned = madpipe.Planned(madpipe.Periods(ours, ours), ours and 0.9 * ours, 1.5)
-    return madpipe.Outcome(case, madpipe.Periods(None, theirs), planned)
-
-
-def test_tables_of_the_madpipe_study_count_what_does_not_fit_apart():
-    cases = [case for case in madpipe.SWEEP if case.network == "resnet50"][:14]
-    periods = [(None, None), (None, 2.0), (2.6, 2.0), (2.2, 2.0)] + [(2.1, 2.1)] * 10
-    outcomes = [outcome(case, *pair) for case, pair in zip(cases, periods, strict=True)]
-    assert madpipe.mean_ratio(outcomes[:4]) == pytest.approx(exp((log(1.3) + log(1.1)) / 2))
-    madpipe.require_never_slower(outcomes)
-    ((name, tight, _, roomy, *counts),) = madpipe.summary_table(outcomes).rows
-    assert (name, tight, roomy) == ("ResNet-50", "1.074 (over 1.2)", "1.000")
-    assert counts == [14, 0, 1, 1, 0, 13, 0, "10.0%", "1.5"]
-    by_memory = madpipe.figure7_table(outcomes).rows
-    assert by_memory[:3] == ((3, "- (0, 0)"), (4, "- (0, 1)"), (5, "1.300 (1, 0)"))
-    lost = replace(outcomes[0], pipedream=madpipe.Periods(None, 3.0))
-    with pytest.raises(AssertionError, match="PipeDream is ahead"):
-        madpipe.require_never_slower([lost])
-
-
-@pytest.mark.slow
-def test_pictures_of_the_madpipe_study(tmp_path):
-    outcomes = [
-        outcome(case, 1 / case.devices if case.gigabytes > 5 else None, 1 / case.gigabytes)
-        for case in madpipe.SWEEP
-    ]
-    madpipe.draw(outcomes, tmp_path)
-    for figure in (6, 8):
-        assert matplotlib.image.imread(tmp_path / f"madpipe-figure{figure}.png").std() > 0
 
 
 @pytest.mark.slow
