@@ -6,7 +6,7 @@ The numbers that it is held against come from enumerations in `periodic_oracles`
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from math import ceil, inf, isfinite
+from math import inf, isfinite
 
 import pytest
 from hypothesis import given
@@ -17,7 +17,6 @@ from periodic_oracles import (
     brute_force_period,
     faults,
     first_free,
-    has_integer_pattern,
     in_flight,
     least_1f1b,
     naive_check,
@@ -211,16 +210,6 @@ def test_no_pattern_of_the_period_keeps_fewer(given_problem: tuple[PatternProble
         assert brute_force_period(replace(problem, room_bytes=tuple(room))) > period
 
 
-def test_no_pattern_keeps_fewer_in_all_whole_seconds() -> None:
-    """The same by trying all starts, where two items are a group at 4 s and are none at 3 s."""
-    problem = replace(alone((1, 1), (1, 1)), microbatches=2)
-    assert groups(problem, 4.0) == (1, 1)
-    assert groups(problem, 3.0) == (2, 1)
-    assert has_integer_pattern(replace(problem, room_bytes=(1.0, 1.0)), 4)
-    assert has_integer_pattern(replace(problem, room_bytes=(2.0, 1.0)), 3)
-    assert not has_integer_pattern(replace(problem, room_bytes=(1.0, 5.0)), 3)
-
-
 @pytest.mark.parametrize(("forward", "backward"), [(0.0, 1.0), (1.0, 0.0)])
 def test_what_takes_no_time_is_in_nobodys_way(forward: float, backward: float) -> None:
     problem = alone((forward,), (backward,))
@@ -382,31 +371,6 @@ def test_oracle_by_items_equals_oracle_by_turns(problem: PatternProblem) -> None
         ]
         most += [min(max(fitting), problem.microbatches + 1), inf]
     assert brute_force_period(problem) == pytest.approx(least_1f1b(items_of(problem), most[:-1]))
-
-
-def short(problem: PatternProblem) -> PatternProblem:
-    """The same in operations of at most 2 s, and transfers of 1 s."""
-    return replace(
-        problem,
-        forward=tuple(min(x, 2.0) for x in problem.forward),
-        backward=tuple(min(x, 2.0) for x in problem.backward),
-        there=tuple(min(x, 1.0) for x in problem.there),
-        back=tuple(min(x, 1.0) for x in problem.back),
-    )
-
-
-@examples(25)
-@given(
-    pattern_problems(((0,), (0, 1), (0, 0)), reduced=True).map(short)
-    | pattern_problems(((0,), (0, 1), (0, 0)), stashed=True).map(short)
-)
-def test_oracle_by_turns_equals_trying_all_starts(problem: PatternProblem) -> None:
-    least = brute_force_period(problem)
-    first = 4 if least == inf else ceil(least - 1e-9)
-    if least < inf:
-        assert has_integer_pattern(problem, first)
-    if 1 < first <= 5:
-        assert not has_integer_pattern(problem, first - 1)
 
 
 def test_oracle_of_stages_that_share_a_device() -> None:

@@ -2,14 +2,14 @@
 
 import math
 from dataclasses import replace
-from itertools import combinations, pairwise, product
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from periodic_oracles import brute_force_period
 from profiles import examples
-from scipy.optimize import linprog
 
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.forms.models import LinearProgram
@@ -89,62 +89,6 @@ def test_all_solvers_find_the_same_optimum(name, monkeypatch):
     assert periods == pytest.approx([periods[0]] * len(SOLVERS), rel=1e-9)
 
 
-# Brute force: with one microbatch in an iteration no two starts for one microbatch are two periods
-# apart, so all orders are 0 or 1; a linear program gives the least period of each.
-
-
-def brute_force(problem):
-    assert problem.microbatches == 1
-    pairs = [pair for members in problem.shared for pair in combinations(members, 2)]
-    return min(
-        (least_by_program(problem, dict(zip(pairs, orders, strict=True)))
-         for orders in product((0, 1), repeat=len(pairs))
-         if agreeing(dict(zip(pairs, orders, strict=True)), problem.shared)),
-        default=math.inf,
-    )  # fmt: skip
-
-
-def agreeing(order, shared):
-    return all(
-        order[a, c] - order[a, b] - order[b, c] in (0, 1)
-        for members in shared
-        for a, b, c in combinations(members, 3)
-    )
-
-
-def least_by_program(problem, order):
-    jobs = problem.jobs
-    n, rows, sides = len(jobs), [], []
-
-    def ask(after, before, seconds, periods):
-        row = np.zeros(n + 1)
-        row[before] += 1
-        row[after] -= 1
-        row[n] = periods
-        rows.append(row)
-        sides.append(-seconds)
-
-    for i in range(n - 1):
-        ask(i + 1, i, jobs[i].seconds, 0)
-    for (i, j), k in order.items():
-        ask(j, i, jobs[i].seconds, k)
-        ask(i, j, jobs[j].seconds, -k - 1)
-    for s, reduce in enumerate(problem.reduce):
-        f, b = (problem.position[type(jobs[0].operation)(s, kind)] for kind in ("F", "B"))
-        ask(f, b, jobs[b].seconds + reduce, -2)
-    least = max(problem.reduce)
-    found = linprog(
-        np.r_[np.zeros(n), 1.0], np.array(rows), sides, bounds=[(0, None)] * n + [(least, None)]
-    )
-    if found.status != 0:
-        return math.inf
-    # A little slower, so that the program's tolerance breaks no rule.
-    slower = Pattern(found.x[n] * (1 + 1e-5), tuple((found.x[:n] * (1 + 1e-5)).tolist()))
-    broken = broken_rule(problem, slower)
-    assert broken is None or "keeps" in str(broken)
-    return found.fun if broken is None else math.inf
-
-
 TINY = [
     stages([0, 1], [1, 2], [3, 2], [2, 1], m=1),
     stages([0, 1], [1, 2], [3, 2], [1, 1], m=1),
@@ -159,7 +103,7 @@ TINY = [
 
 @pytest.mark.parametrize("problem", TINY)
 def test_optimum_is_that_of_all_orders(problem):
-    expected = brute_force(problem)
+    expected = brute_force_period(problem)
     for backend in ("auto", "highs", "cp-sat"):
         answer = best_pattern(problem, LIMITS, backend=backend)
         if answer.period is None:

@@ -8,7 +8,7 @@ own cost model (seconds and bytes) is taken from the library.
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, pairwise, product
+from itertools import combinations, pairwise
 from math import ceil, floor, inf, isclose
 from typing import NamedTuple
 
@@ -813,49 +813,6 @@ def first_free(
         else:
             return ready if seconds <= period else None
     return None
-
-
-def has_integer_pattern(problem: PatternProblem, period: int) -> bool:
-    """Whether a pattern of ``period`` has whole seconds everywhere, by trying all starts.
-
-    Where every duration is whole and any pattern of this period exists, such a one does: for given
-    turns the starts obey differences of whole numbers.
-    """
-    jobs = route(problem)
-    sums = [s for s, seconds in enumerate(problem.reduce) if seconds > 0]
-    most = (problem.microbatches + 1) * period
-
-    def place(starts: dict[Key, float], ready: float) -> bool:
-        if len(starts) == len(jobs):
-            if any(_too_much(_line(problem, period, starts))):
-                return False
-            ends = [int(starts[s, "B"] + problem.backward[s]) for s in sums]
-            choices = [
-                range(end, int(starts[s, "F"]) + most + 1)
-                for s, end in zip(sums, ends, strict=True)
-            ]
-            for chosen in product(*choices):
-                begun = {(s, "REDUCE_GRAD"): float(x) for s, x in zip(sums, chosen, strict=True)}
-                line = _line(problem, period, {**starts, **begun})
-                if line.stashes or not [*_reduced_at_once(line), *_overwritten(line)]:
-                    return True
-            return False
-        job = jobs[len(starts)]
-        for start in range(int(ready), int(ready) + period):
-            if all(
-                _apart(period, (start, job), (starts[other.key], other))
-                for other in jobs[: len(starts)]
-                if other.resource == job.resource
-            ) and place({**starts, job.key: start}, start + job.seconds):
-                return True
-        return False
-
-    return max(job.seconds for job in jobs) <= period and place({}, 0.0)
-
-
-def _apart(period: float, one: tuple[float, Timed], other: tuple[float, Timed]) -> bool:
-    behind = (other[0] - one[0]) % period
-    return one[1].seconds <= behind <= period - other[1].seconds
 
 
 # --- One stage per device (section 4.1) ------------------------------------------------------
