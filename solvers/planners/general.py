@@ -24,7 +24,14 @@ from stagewright.formulations.pipelines.bounds.devices import load_bound, quick_
 from stagewright.formulations.pipelines.bounds.every_plan import why_nothing_fits
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan_class import EVERY_FINITE, EVERY_PLAN
-from stagewright.formulations.plans.structure import Endings, Structure, Work, misfit, work_of
+from stagewright.formulations.plans.structure import (
+    Endings,
+    Structure,
+    Work,
+    misfit,
+    short_bytes,
+    work_of,
+)
 from stagewright.formulations.plans.timing import Blocks
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 from stagewright.solvers.pipelines.structures.scheduling import (
@@ -77,12 +84,11 @@ class Score:
 
 
 class _BoundedWork(NamedTuple):
-    """The work of a structure, and a bound on its schedules; inf, and why, if it does not fit."""
+    """The work of a structure that fits in memory, and a bound on its schedules."""
 
     work: Work
     endings: Endings
     bound: float
-    misfit: str | None
 
 
 NOTHING = Score(math.inf, math.inf, math.inf, 0)
@@ -189,7 +195,7 @@ class StructureSearch:
 
         The bound from loads is replaced by a closer one before a structure is scheduled.
         """
-        entries: list[tuple[float, int, Structure, _BoundedWork | None]] = []
+        entries: list[tuple[float, int, Structure, _BoundedWork | str | None]] = []
         seen: set[Structure] = set()
         for structure in structures:
             is_new = structure not in self.scores and structure not in seen
@@ -205,7 +211,8 @@ class StructureSearch:
                 continue
             if known is None:
                 known = self._bounded(structure)
-                heappush(entries, (known.bound, number, structure, known))
+                bound = math.inf if isinstance(known, str) else known.bound
+                heappush(entries, (bound, number, structure, known))
             else:
                 self.scores[structure] = self._scheduled(structure, ceiling, known)
             yield False
@@ -226,19 +233,20 @@ class StructureSearch:
         return self.scores[structure]
 
     def _scheduled(
-        self, structure: Structure, ceiling: float, known: _BoundedWork | None = None
+        self, structure: Structure, ceiling: float, known: _BoundedWork | str | None = None
     ) -> Score:
         count = len(structure.stages)
         if count * self.problem.microbatches * _ACTIONS_SECONDS > self.end - monotonic():
             return Score(0.0, math.inf, math.inf, count)
         if known is None and load_bound(self.problem, structure) >= ceiling:
             return Score(0.0, math.inf, math.inf, count)
-        work, endings, bound, problem = known or self._bounded(structure)
-        if problem is not None:
+        known = known or self._bounded(structure)
+        if isinstance(known, str):
             if self.structure is None and self.reason:
-                self.reason = problem
-            short = float(np.maximum(work.alone - work.room, 0.0).sum())
+                self.reason = known
+            short = float(np.maximum(short_bytes(self.problem, structure), 0.0).sum())
             return Score(max(short, 1.0), math.inf, math.inf, count)
+        work, endings, bound = known
         if bound >= ceiling:
             return Score(0.0, math.inf, math.inf, count)
         rules = sorted(rules_for(work), key=lambda rule: -self.wins[rule])
@@ -255,11 +263,13 @@ class StructureSearch:
             self.on_progress(Progress(elapsed, found.seconds, self.enough, made))
         return score
 
-    def _bounded(self, structure: Structure) -> _BoundedWork:
+    def _bounded(self, structure: Structure) -> _BoundedWork | str:
+        """The work and its bound; why the structure does not fit if it does not."""
+        problem = misfit(self.problem, structure)
+        if problem is not None:
+            return problem
         work, endings, _ = work_of(self.problem, structure)
-        problem = misfit(self.problem, structure, work)
-        bound = math.inf if problem else quick_device_bound(work, endings)
-        return _BoundedWork(work, endings, bound, problem)
+        return _BoundedWork(work, endings, quick_device_bound(work, endings))
 
     def _cuts(self, rule: int) -> bool:
         """Whether a structure's rules end before this one; a short turn leaves it the first."""

@@ -114,7 +114,7 @@ def test_every_rule_makes_valid_schedules(data: st.DataObject) -> None:
     problem = data.draw(problems())
     structure = data.draw(structures(problem))
     work, endings, _ = work_of(problem, structure)
-    if misfit(problem, structure, work) is not None:
+    if misfit(problem, structure) is not None:
         return
     bound = quick_device_bound(work, endings)
     assert load_bound(problem, structure) <= bound * (1 + 1e-9)
@@ -138,7 +138,7 @@ def test_replaying_a_found_plan_takes_no_longer(data: st.DataObject) -> None:
     problem = data.draw(problems())
     structure = data.draw(structures(problem))
     work, endings, _ = work_of(problem, structure)
-    if misfit(problem, structure, work) is None:
+    if misfit(problem, structure) is None:
         found = best_schedule(work, endings, rules_for(work))
         assert found is not None
         plan = assemble(problem, "list", structure.stages, found.starts)
@@ -235,13 +235,13 @@ def test_as_few_first_layers_as_need_be_recompute() -> None:
     problem = PipelineProblem(_chain(6, 10 * MB), cluster, 2)
     turns = Stage((0, 6), ("s0g0", "s0g1"), "round-robin")
     start = Structure.whole([turns])
-    assert misfit(problem, start, work_of(problem, start)[0]) is not None
+    assert misfit(problem, start) is not None
     (found,) = StructureMoves(problem, Choices("full")).relieved([start])
     assert [(one.layers, one.recompute) for one in found.stages] == [
         ((0, 2), "full"),
         ((2, 6), "none"),
     ]
-    assert misfit(problem, found, work_of(problem, found)[0]) is None
+    assert misfit(problem, found) is None
     assert not [*StructureMoves(problem, Choices("none")).relieved([start])]
     roomy = uniform_servers(1, 2, Link(1e9), memory_bytes=65 * MB)
     moves = StructureMoves(PipelineProblem(_chain(6, 10 * MB), roomy, 2), Choices("full"))
