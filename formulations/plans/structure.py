@@ -215,21 +215,25 @@ def ending_starts(work: Work, endings: Endings, starts: Floats) -> tuple[Floats,
     """
     _, whole, parts, *_ = starts + work.seconds
     backwards = np.where(work.split[:, None], parts, whole)
-    done = backwards.max(axis=1)
-    reduces, updates = np.full(len(done), np.nan), np.full(len(done), np.nan)
-    free, busy = np.zeros(len(work.room)), np.zeros(len(work.room))
-    for s in np.argsort(done, kind="stable"):
-        group = list(endings.devices[s])
-        busy[group] = np.maximum(busy[group], done[s])
+    done: list[float] = backwards.max(axis=1).tolist()
+    reduces, updates = np.full((2, len(done)), np.nan)
+    free, busy = [0.0] * len(work.room), [0.0] * len(work.room)
+    for s in sorted(range(len(done)), key=done.__getitem__):
+        group = endings.devices[s]
+        for v in group:
+            busy[v] = max(busy[v], done[s])
         if not np.isnan(endings.reduce[s]):
-            reduces[s] = max(float(free[group].max()), done[s])
-            free[group] = done[s] = reduces[s] + endings.reduce[s]
-    for s in np.argsort(done, kind="stable"):
+            reduces[s] = max(done[s], *(free[v] for v in group))
+            done[s] = float(reduces[s] + endings.reduce[s])
+            for v in group:
+                free[v] = done[s]
+    for s in sorted(range(len(done)), key=done.__getitem__):
         if not np.isnan(endings.update[s]):
-            group = list(endings.devices[s])
-            updates[s] = max(float(busy[group].max()), done[s])
-            busy[group] = done[s] = updates[s] + endings.update[s]
-    return reduces, updates, float(done.max())
+            updates[s] = max(done[s], *(busy[v] for v in endings.devices[s]))
+            done[s] = float(updates[s] + endings.update[s])
+            for v in endings.devices[s]:
+                busy[v] = done[s]
+    return reduces, updates, max(done)
 
 
 def device_loads(work: Work) -> Floats:

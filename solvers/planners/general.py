@@ -61,7 +61,7 @@ STARTS = 6  # structures that hill climbing starts from
 _KICKS = 3  # random moves between a local optimum and the next start
 _RESTARTS = 12  # restarts without improvement after which the search ends
 SLACK = 1.25  # seeds that cost more than this times the best are not varied
-_ACTIONS_SECONDS = 5e-5  # approximate time to schedule a microbatch at a stage
+_ACTIONS_SECONDS = 1e-5  # approximate time to schedule a microbatch at a stage
 NEAR = 1.03  # structures below this times the best cost are scheduled by all rules
 
 

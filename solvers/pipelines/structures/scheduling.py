@@ -8,7 +8,7 @@ leader on every device that it has not passed, so some action can always start.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -164,6 +164,8 @@ def best_schedule(
     """
     best: StructureSchedule | None = None
     lists, scale = ListWork.of(work), latencies(work)
+    groups = [tuple({*lists.alike[list(group)].tolist()}) for group in endings.devices]
+    endings = replace(endings, devices=tuple(groups))  # one of those with the same stages
     for i, rule in enumerate(rules):
         if over(i):
             break
