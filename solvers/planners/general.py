@@ -176,7 +176,8 @@ class StructureSearch:
 
     def _search(self) -> Iterator[bool]:
         """The steps of the search, without end; True: without new seeds there is little left."""
-        yield from self._try_all(copy(self.balanced))
+        varied = (one for seed in [*self.seeds] for one in self.moves.variants(seed))
+        yield from self._try_all(chain(varied, copy(self.balanced)))
         yield from self._try_all(self.moves.relieved(copy(self.balanced)))
         for seed in self._promising(STARTS):
             yield from self._try_all(self.moves.variants(seed))

@@ -170,8 +170,9 @@ class GroupedSearch(PlanSearch):
         return times
 
     def _neighbours(self, structure: Structure) -> Iterator[Structure]:
-        """One change to the rounds, then to the cuts or the groups, in random order."""
+        """Parts of backwards or whole ones, other rounds, then cuts and groups in random order."""
         stages, is_split = structure.stages, any(structure.split)
+        yield self._of(stages, not is_split)
         groups = list(dict.fromkeys(stage.devices for stage in stages))
         parameters = np.array(self.problem.chain.parameter_bytes)
         for found in (*_parted(stages, parameters), *_turned(stages, groups)):
@@ -203,7 +204,6 @@ class GroupedSearch(PlanSearch):
                 structure = self._of(changed, is_split)
                 if _fits(self.problem, structure):
                     yield structure
-        yield self._of(stages, not is_split)
 
 
 Stages = tuple[Stage, ...]
