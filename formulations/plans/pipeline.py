@@ -8,18 +8,16 @@ Sources: SPP section III (inter-stage transfers with the erratum
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, wraps
+from typing import Any, TypeVar, TypeVarTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.formulations.prices.collectives import (
-    link_seconds,
-    message_price,
-    ring_seconds,
-)
+from stagewright.formulations.prices.collectives import link_seconds, message_price, ring_seconds
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_MICROBATCHES, MIN_MEMORY, require_count
@@ -36,7 +34,27 @@ from stagewright.graphs.models.chain import (
 )
 from stagewright.graphs.models.sharding import shard_chain
 
-_MOST_LINKS = 100_000  # pairs of groups whose slowest link is kept
+T = TypeVar("T")
+Key = TypeVarTuple("Key")
+_MOST = 100_000  # values of a function that are kept
+
+
+def remembered(
+    function: Callable[["PipelineProblem", *Key], T],
+) -> Callable[["PipelineProblem", *Key], T]:
+    """The function of a problem and of hashable values, which searches ask again and again."""
+
+    @wraps(function)
+    def known(problem: "PipelineProblem", *key: *Key) -> T:
+        table: dict[tuple[*Key], T] = problem.known[function.__qualname__]
+        found = table.get(key)
+        if found is None:
+            if len(table) >= _MOST:
+                table.clear()
+            found = table[key] = function(problem, *key)
+        return found
+
+    return known
 
 
 @dataclass(frozen=True)
@@ -82,6 +100,11 @@ class PipelineProblem:
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
     @cached_property
+    def known(self) -> defaultdict[str, dict[Any, Any]]:
+        """The values of functions that are :func:`remembered`, by their arguments."""
+        return defaultdict(dict)
+
+    @cached_property
     def kinds(self) -> tuple[str, ...]:
         """The device kinds of the cluster, sorted."""
         return tuple(sorted({device.kind for device in self.cluster.devices}))
@@ -98,15 +121,11 @@ class PipelineProblem:
 
         Costs and parameters are those of a shard; layers without costs at that degree stay whole.
         """
-        if degree == 1:
-            return self
-        if degree not in self._of_degree:
-            self._of_degree[degree] = replace(self, chain=shard_chain(self.chain, degree))
-        return self._of_degree[degree]
+        return self if degree == 1 else self._sharded(degree)
 
-    @cached_property
-    def _of_degree(self) -> dict[int, "PipelineProblem"]:
-        return {}
+    @remembered
+    def _sharded(self, degree: int) -> "PipelineProblem":
+        return replace(self, chain=shard_chain(self.chain, degree))
 
     def samples(self, shares: int) -> int:
         """Samples in the largest of ``shares`` shares of a microbatch."""
@@ -126,18 +145,15 @@ class PipelineProblem:
 
     def costs(self, kind: str, replicas: int) -> ChainCosts:
         """Costs of every layer for the largest of ``replicas`` shares of a microbatch."""
-        key = (kind, self.samples(replicas))
-        if key not in self._cost_table:
-            self._cost_table[key] = self._profiles[kind].at(key[1])
-        return self._cost_table[key]
+        return self._costs_at(kind, self.samples(replicas))
+
+    @remembered
+    def _costs_at(self, kind: str, samples: int) -> ChainCosts:
+        return self._profiles[kind].at(samples)
 
     @cached_property
     def _profiles(self) -> dict[str, Profile]:
         return {kind: profile_on(self.chain, kind) for kind in self.kinds}
-
-    @cached_property
-    def _cost_table(self) -> dict[tuple[str, int], ChainCosts]:
-        return {}
 
     def compute_seconds(self, start: int, stop: int, devices: Sequence[int]) -> tuple[float, float]:
         """Forward and backward time of layers [start, stop) for a microbatch split on devices."""
@@ -161,14 +177,11 @@ class PipelineProblem:
 
         Layers with only a whole backward count 0.
         """
-        key = (kind, self.samples(replicas))
-        if key not in self._gradient_table:
-            self._gradient_table[key] = self._gradient_profiles[kind].at(key[1])
-        return self._gradient_table[key]
+        return self._gradient_costs_at(kind, self.samples(replicas))
 
-    @cached_property
-    def _gradient_table(self) -> dict[tuple[str, int], ChainCosts]:
-        return {}
+    @remembered
+    def _gradient_costs_at(self, kind: str, samples: int) -> ChainCosts:
+        return self._gradient_profiles[kind].at(samples)
 
     def layer_with_whole_backward(self, start: int, stop: int) -> str | None:
         """The first of layers [start, stop) with only the time of a whole backward."""
@@ -208,15 +221,12 @@ class PipelineProblem:
         Rows are forward, input gradient and weight gradient, of the largest of ``replicas`` shares
         of a microbatch. A kernel of unknown share leaves no room beside it.
         """
-        key = (kind, self.samples(replicas))
-        if key not in self._share_table:
-            unknown = 1.0 if self.assumed_share is None else self.assumed_share
-            self._share_table[key] = shares_on(self.chain, *key, unknown)
-        return self._share_table[key]
+        return self._shares_at(kind, self.samples(replicas))
 
-    @cached_property
-    def _share_table(self) -> dict[tuple[str, int], Floats]:
-        return {}
+    @remembered
+    def _shares_at(self, kind: str, samples: int) -> Floats:
+        unknown = 1.0 if self.assumed_share is None else self.assumed_share
+        return shares_on(self.chain, kind, samples, unknown)
 
     def kernel_shares(
         self, start: int, stop: int, devices: Sequence[int]
@@ -260,8 +270,8 @@ class PipelineProblem:
         largest share on the slowest link (SPP section III-B).
         """
         share = self.share_bytes(self.boundary_bytes(stop), len(senders) * len(receivers))
-        there, late_there = self._slowest_link(senders, receivers)
-        back, late_back = self._slowest_link(receivers, senders)
+        there, late_there = self._slowest_link(tuple(senders), tuple(receivers))
+        back, late_back = self._slowest_link(tuple(receivers), tuple(senders))
         return link_seconds(share, there, late_there), link_seconds(share, back, late_back)
 
     def message_seconds(self, stop: int, senders: int, receivers: int) -> float:
@@ -273,18 +283,10 @@ class PipelineProblem:
         price = cluster.message_seconds, cluster.message_bytes_per_second
         return message_price(self.boundary_bytes(stop), samples, senders * receivers, *price)
 
-    def _slowest_link(self, ones: Sequence[int], others: Sequence[int]) -> tuple[float, float]:
-        """The slowest bandwidth and latency; searches ask for the same groups again and again."""
-        key = tuple(ones), tuple(others)
-        if key not in self._links:
-            if len(self._links) == _MOST_LINKS:
-                self._links.clear()
-            self._links[key] = self.cluster.pairs.slowest(ones, others)
-        return self._links[key]
-
-    @cached_property
-    def _links(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, float]]:
-        return {}
+    @remembered
+    def _slowest_link(self, ones: tuple[int, ...], others: tuple[int, ...]) -> tuple[float, float]:
+        """The slowest bandwidth and latency."""
+        return self.cluster.pairs.slowest(ones, others)
 
     def share_bytes(self, volume: float, shares: int) -> float:
         """Bytes of the largest of ``shares`` shares of a microbatch with ``volume`` bytes."""
@@ -311,7 +313,7 @@ class PipelineProblem:
         k = len(devices)
         if k == 1:
             return 0.0
-        bandwidth, latency = self._slowest_link(devices, devices)
+        bandwidth, latency = self._slowest_link(tuple(devices), tuple(devices))
         return ring_seconds(k, volume, bandwidth, latency, self.cluster.all_reduce_slowdown)
 
     def update_seconds(self, start: int, stop: int, devices: Sequence[int]) -> float:
@@ -341,15 +343,12 @@ class PipelineProblem:
 
     def saved_per_layer(self, replicas: int) -> Floats:
         """Saved bytes of every layer, shape (L,), on one of ``replicas`` shares."""
-        samples = self.samples(replicas)
-        if samples not in self._saved_table:
-            kinds = [self.costs(kind, replicas).saved_bytes for kind in self.kinds]
-            self._saved_table[samples] = np.asarray(np.max(kinds, axis=0))
-        return self._saved_table[samples]
+        return self._saved_at(self.samples(replicas))
 
-    @cached_property
-    def _saved_table(self) -> dict[int, Floats]:
-        return {}
+    @remembered
+    def _saved_at(self, samples: int) -> Floats:
+        kinds = [self._costs_at(kind, samples).saved_bytes for kind in self.kinds]
+        return np.asarray(np.max(kinds, axis=0))
 
     def inputs_per_layer(self, replicas: int) -> Floats:
         """Bytes of every layer's input, shape (L,), on one of ``replicas`` shares.

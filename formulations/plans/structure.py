@@ -6,17 +6,23 @@ channels of the actions, and the bytes that they keep.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.memory import kept_bytes, stage_static_bytes
-from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.pipeline import PipelineProblem, remembered
 from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.shards import gathered_bytes, share_count
-from stagewright.formulations.plans.timing import Blocks, channels, durations, offload_seconds
+from stagewright.formulations.plans.timing import (
+    Blocks,
+    durations,
+    offload_seconds,
+    positions,
+    transfers,
+)
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.units import format_bytes
 
@@ -136,23 +142,16 @@ def can_split(problem: PipelineProblem, stages: Sequence[Stage]) -> tuple[bool, 
 
 
 def _work(problem: PipelineProblem, structure: Structure, seconds: Floats) -> Work:
-    stages, index = structure.stages, problem.cluster.index
-    lanes = [
-        (s, [index[name] for name in runners])
-        for s, stage in enumerate(stages)
-        for runners in stage.lanes
-    ]
-    every = [kept_bytes(problem, *one) for one in zip(stages, structure.split, strict=True)]
-    of_stage = [(one.saved_bytes, one.working_bytes, one.offloaded_bytes) for one in every]
-    kept, again, offloaded = np.array([of_stage[s] for s, _ in lanes]).T
+    stages = structure.stages
+    lanes = [(s, lane) for s, one in enumerate(stages) for lane in positions(problem, one)]
+    every = [_bytes_of(problem, *one) for one in zip(stages, structure.split, strict=True)]
+    kept, again, offloaded, _, _ = np.array([every[s] for s, _ in lanes]).T
     places = _lanes_of_devices([devices for _, devices in lanes], len(problem.cluster))
-    # Most devices have the same lanes as others.
-    alone = {mine: _alone(mine, kept, again, offloaded) for mine in {*map(tuple, places)}}
     return Work(
         seconds=seconds,
         split=np.array(structure.split),
         lane=_lane_table(stages, problem.microbatches),
-        channel=_channel_table(stages, problem.microbatches),
+        channel=_channel_table(problem, stages),
         stage=np.array([s for s, _ in lanes]),
         members=[devices for _, devices in lanes],
         near=[sorted({n for v in devices for n in places[v]}) for _, devices in lanes],
@@ -162,8 +161,8 @@ def _work(problem: PipelineProblem, structure: Structure, seconds: Floats) -> Wo
         offloaded=offloaded,
         offload=np.array([_offload_seconds(problem, stages[s], devices) for s, devices in lanes]),
         memory=problem.memory_bytes,
-        room=_room(problem, stages),
-        alone=np.array([alone[mine] for mine in map(tuple, places)]),
+        room=_room(problem, structure),
+        alone=_alone(problem, structure),
     )
 
 
@@ -176,7 +175,15 @@ def _lanes_of_devices(lanes: Sequence[Sequence[int]], size: int) -> list[list[in
     return places
 
 
-def misfit(problem: PipelineProblem, structure: Structure, work: Work) -> str | None:
+def short_bytes(problem: PipelineProblem, structure: Structure) -> Floats:
+    """Bytes that every device is short of with a single microbatch in flight, shape (V,).
+
+    0 or less where it fits. This asks for no times, unlike :func:`work_of`.
+    """
+    return _alone(problem, structure) - _room(problem, structure)
+
+
+def misfit(problem: PipelineProblem, structure: Structure) -> str | None:
     """Why the structure has no schedule; None if one microbatch at a time fits everywhere."""
     for s, stage in enumerate(structure.stages):
         most, shares = problem.most_replicas(*stage.layers), share_count(stage)
@@ -186,7 +193,7 @@ def misfit(problem: PipelineProblem, structure: Structure, work: Work) -> str | 
                 f"microbatches of {problem.chain.microbatch_size} samples among {shares} devices, "
                 f"at most {most} are possible: plan larger microbatches"
             )
-    short = work.alone - work.room
+    short = short_bytes(problem, structure)
     v = int(short.argmax())
     if short[v] <= 0:
         return None
@@ -208,21 +215,25 @@ def ending_starts(work: Work, endings: Endings, starts: Floats) -> tuple[Floats,
     """
     _, whole, parts, *_ = starts + work.seconds
     backwards = np.where(work.split[:, None], parts, whole)
-    done = backwards.max(axis=1)
-    reduces, updates = np.full(len(done), np.nan), np.full(len(done), np.nan)
-    free, busy = np.zeros(len(work.room)), np.zeros(len(work.room))
-    for s in np.argsort(done, kind="stable"):
-        group = list(endings.devices[s])
-        busy[group] = np.maximum(busy[group], done[s])
+    done: list[float] = backwards.max(axis=1).tolist()
+    reduces, updates = np.full((2, len(done)), np.nan)
+    free, busy = [0.0] * len(work.room), [0.0] * len(work.room)
+    for s in sorted(range(len(done)), key=done.__getitem__):
+        group = endings.devices[s]
+        for v in group:
+            busy[v] = max(busy[v], done[s])
         if not np.isnan(endings.reduce[s]):
-            reduces[s] = max(float(free[group].max()), done[s])
-            free[group] = done[s] = reduces[s] + endings.reduce[s]
-    for s in np.argsort(done, kind="stable"):
+            reduces[s] = max(done[s], *(free[v] for v in group))
+            done[s] = float(reduces[s] + endings.reduce[s])
+            for v in group:
+                free[v] = done[s]
+    for s in sorted(range(len(done)), key=done.__getitem__):
         if not np.isnan(endings.update[s]):
-            group = list(endings.devices[s])
-            updates[s] = max(float(busy[group].max()), done[s])
-            busy[group] = done[s] = updates[s] + endings.update[s]
-    return reduces, updates, float(done.max())
+            updates[s] = max(done[s], *(busy[v] for v in endings.devices[s]))
+            done[s] = float(updates[s] + endings.update[s])
+            for v in endings.devices[s]:
+                busy[v] = done[s]
+    return reduces, updates, max(done)
 
 
 def device_loads(work: Work) -> Floats:
@@ -248,10 +259,10 @@ def _lane_table(stages: Sequence[Stage], microbatches: int) -> Ints:
     return np.asarray(first[:, None] + np.arange(microbatches)[None, :] % turns[:, None])
 
 
-def _channel_table(stages: Sequence[Stage], microbatches: int) -> Ints:
-    channel, number = np.full((len(stages), microbatches), -1), count()
-    for s in range(len(stages) - 1):
-        for first, cycle in channels(stages, s, microbatches):
+def _channel_table(problem: PipelineProblem, stages: Sequence[Stage]) -> Ints:
+    channel, number = np.full((len(stages), problem.microbatches), -1), count()
+    for s, neighbours in enumerate(pairwise(stages)):
+        for first, cycle, *_ in transfers(problem, *neighbours):
             channel[s, first::cycle] = next(number)
     return channel
 
@@ -263,19 +274,31 @@ def _offload_seconds(problem: PipelineProblem, stage: Stage, devices: Sequence[i
     return seconds
 
 
-def _room(problem: PipelineProblem, stages: Sequence[Stage]) -> Floats:
-    static, gathered = np.zeros(len(problem.cluster)), np.zeros(len(problem.cluster))
-    for stage in stages:
-        devices = [problem.cluster.index[name] for name in stage.devices]
-        static[devices] += stage_static_bytes(problem, stage)
-        gathered[devices] = np.maximum(gathered[devices], gathered_bytes(problem, stage))
+def _room(problem: PipelineProblem, structure: Structure) -> Floats:
+    static, gathered = np.zeros((2, len(problem.cluster)))
+    for stage, split in zip(structure.stages, structure.split, strict=True):
+        *_, always, once = _bytes_of(problem, stage, split)
+        for devices in positions(problem, stage):
+            static[devices] += always
+            gathered[devices] = np.maximum(gathered[devices], once)
     return np.asarray(problem.memory_bytes - (static + gathered))
 
 
-def _alone(lanes: Sequence[int], kept: Floats, again: Floats, offloaded: Floats) -> float:
-    """The peak bytes of a single microbatch on a device of ``lanes``, in the order of stages."""
-    if not lanes:
-        return 0.0
-    mine = list(lanes)
-    peak = float((np.cumsum(kept[mine]) + again[mine]).max())
-    return peak + float(offloaded[mine].max())
+@remembered
+def _bytes_of(problem: PipelineProblem, stage: Stage, split: bool) -> tuple[float, ...]:
+    """Bytes of a stage on a device: the three of `Kept`, then the static and the gathered ones."""
+    kept = kept_bytes(problem, stage, split)
+    static, gathered = stage_static_bytes(problem, stage), gathered_bytes(problem, stage)
+    return kept.saved_bytes, kept.working_bytes, kept.offloaded_bytes, static, gathered
+
+
+def _alone(problem: PipelineProblem, structure: Structure) -> Floats:
+    """The peak bytes of a single microbatch on every device, shape (V,)."""
+    held, peak, offloaded = np.zeros((3, len(problem.cluster)))
+    for stage, split in zip(structure.stages, structure.split, strict=True):
+        saved, working, moved, *_ = _bytes_of(problem, stage, split)
+        for devices in positions(problem, stage):
+            held[devices] += saved
+            peak[devices] = np.maximum(peak[devices], held[devices] + working)
+            offloaded[devices] = np.maximum(offloaded[devices], moved)
+    return np.asarray(peak + offloaded)

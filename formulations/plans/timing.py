@@ -29,7 +29,7 @@ from stagewright.formulations.plans.actions import (
     W,
     WeightRule,
 )
-from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.pipeline import PipelineProblem, remembered
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
 from stagewright.formulations.plans.shards import (
     crossing,
@@ -155,7 +155,7 @@ def kernel_shares(problem: PipelineProblem, stage: Stage) -> dict[ActionKind, fl
 
     Of one after another the largest counts. An optimizer step leaves no room beside it.
     """
-    shard, lanes = of_shard(problem, stage), _positions(problem, stage)
+    shard, lanes = of_shard(problem, stage), positions(problem, stage)
     every = np.array([shard.kernel_shares(*stage.layers, it[:: stage.tensor]) for it in lanes])
     forward, of_input, of_weights = every.max(axis=0).tolist()
     if stage.recompute != "none":
@@ -174,22 +174,44 @@ def _add_computations(
 ) -> None:
     """Set F and B of stage ``s``, if ``split`` also I and W; ``step`` extends the backward."""
     stage = stages[s]
-    for lane, devices in enumerate(_positions(problem, stage)[: problem.microbatches]):
+    for lane, (forward, backward, _) in enumerate(lane_seconds(problem, stage, False)):
         every = slice(lane, None, stage.turns)
-        forward, backward = compute_seconds(problem, stage, devices)
         seconds[F][s, every], seconds[B][s, every] = forward, backward + step
         if split:
-            of_input, of_weights = gradient_seconds(problem, stage, devices)
+            _, of_input, of_weights = lane_seconds(problem, stage, True)[lane]
             seconds[I][s, every], seconds[W][s, every] = of_input, of_weights + step
 
 
+@remembered
+def lane_seconds(
+    problem: PipelineProblem, stage: Stage, split: bool
+) -> tuple[tuple[float, float, float], ...]:
+    """Seconds of F, of B or I, and of W (0: none), of a microbatch on every lane that has one."""
+    return tuple(
+        (compute_seconds(problem, stage, lane)[0], *gradient_seconds(problem, stage, lane))
+        if split
+        else (*compute_seconds(problem, stage, lane), 0.0)
+        for lane in positions(problem, stage)[: problem.microbatches]
+    )
+
+
 def _add_transfers(problem: PipelineProblem, stages: Sequence[Stage], seconds: Blocks) -> None:
-    lanes = [_positions(problem, stage) for stage in stages]
-    for s, stage in enumerate(stages[:-1]):
-        for first, cycle in channels(stages, s, problem.microbatches):
-            senders, receivers = (lanes[i][first % len(lanes[i])] for i in (s, s + 1))
-            there, back = transfer_seconds(problem, stage, stages[s + 1], senders, receivers)
+    for s, neighbours in enumerate(pairwise(stages)):
+        for first, cycle, there, back in transfers(problem, *neighbours):
             seconds[SEND_F][s, first::cycle], seconds[SEND_B][s + 1, first::cycle] = there, back
+
+
+@remembered
+def transfers(
+    problem: PipelineProblem, one: Stage, other: Stage
+) -> tuple[tuple[int, int, float, float], ...]:
+    """The :func:`channels` between two stages, with the seconds of `transfer_seconds` on each."""
+    lanes, found = [positions(problem, stage) for stage in (one, other)], []
+    for first, cycle in channels((one, other), 0, problem.microbatches):
+        senders, receivers = (each[first % len(each)] for each in lanes)
+        ends = transfer_seconds(problem, one, other, senders, receivers)
+        found.append((first, cycle, *ends))
+    return tuple(found)
 
 
 def _add_messages(problem: PipelineProblem, stages: Sequence[Stage], seconds: Blocks) -> None:
@@ -274,6 +296,7 @@ def _ending_seconds(problem: PipelineProblem, stage: Stage) -> float:
     return reduce_seconds(problem, stage) + update_seconds(problem, stage)
 
 
+@remembered
 def reduce_seconds(problem: PipelineProblem, stage: Stage) -> float:
     """Seconds of a stage's all-reduce, all shards at once; 0 with a single replica.
 
@@ -295,6 +318,7 @@ def reduce_bytes(problem: PipelineProblem, stage: Stage) -> float:
     return stage.tensor * of_shard(problem, stage).gradient_bytes(*stage.layers)
 
 
+@remembered
 def update_seconds(problem: PipelineProblem, stage: Stage) -> float:
     """Seconds of the optimizer step of a stage on each of its devices.
 
@@ -362,6 +386,7 @@ def are_sent(stages: Sequence[Stage], s: int, microbatches: int) -> list[bool]:
     return sent.tolist()
 
 
-def _positions(problem: PipelineProblem, stage: Stage) -> list[list[int]]:
+@remembered
+def positions(problem: PipelineProblem, stage: Stage) -> list[list[int]]:
     """The positions of the devices of every lane."""
     return [[problem.cluster.index[name] for name in lane] for lane in stage.lanes]

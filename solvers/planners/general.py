@@ -24,7 +24,14 @@ from stagewright.formulations.pipelines.bounds.devices import load_bound, quick_
 from stagewright.formulations.pipelines.bounds.every_plan import why_nothing_fits
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan_class import EVERY_FINITE, EVERY_PLAN
-from stagewright.formulations.plans.structure import Endings, Structure, Work, misfit, work_of
+from stagewright.formulations.plans.structure import (
+    Endings,
+    Structure,
+    Work,
+    misfit,
+    short_bytes,
+    work_of,
+)
 from stagewright.formulations.plans.timing import Blocks
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 from stagewright.solvers.pipelines.structures.scheduling import (
@@ -54,7 +61,7 @@ STARTS = 6  # structures that hill climbing starts from
 _KICKS = 3  # random moves between a local optimum and the next start
 _RESTARTS = 12  # restarts without improvement after which the search ends
 SLACK = 1.25  # seeds that cost more than this times the best are not varied
-_ACTIONS_SECONDS = 5e-5  # approximate time to schedule a microbatch at a stage
+_ACTIONS_SECONDS = 1e-5  # approximate time to schedule a microbatch at a stage
 NEAR = 1.03  # structures below this times the best cost are scheduled by all rules
 
 
@@ -77,12 +84,11 @@ class Score:
 
 
 class _BoundedWork(NamedTuple):
-    """The work of a structure, and a bound on its schedules; inf, and why, if it does not fit."""
+    """The work of a structure that fits in memory, and a bound on its schedules."""
 
     work: Work
     endings: Endings
     bound: float
-    misfit: str | None
 
 
 NOTHING = Score(math.inf, math.inf, math.inf, 0)
@@ -170,7 +176,8 @@ class StructureSearch:
 
     def _search(self) -> Iterator[bool]:
         """The steps of the search, without end; True: without new seeds there is little left."""
-        yield from self._try_all(copy(self.balanced))
+        varied = (one for seed in [*self.seeds] for one in self.moves.variants(seed))
+        yield from self._try_all(chain(varied, copy(self.balanced)))
         yield from self._try_all(self.moves.relieved(copy(self.balanced)))
         for seed in self._promising(STARTS):
             yield from self._try_all(self.moves.variants(seed))
@@ -189,7 +196,7 @@ class StructureSearch:
 
         The bound from loads is replaced by a closer one before a structure is scheduled.
         """
-        entries: list[tuple[float, int, Structure, _BoundedWork | None]] = []
+        entries: list[tuple[float, int, Structure, _BoundedWork | str | None]] = []
         seen: set[Structure] = set()
         for structure in structures:
             is_new = structure not in self.scores and structure not in seen
@@ -205,7 +212,8 @@ class StructureSearch:
                 continue
             if known is None:
                 known = self._bounded(structure)
-                heappush(entries, (known.bound, number, structure, known))
+                bound = math.inf if isinstance(known, str) else known.bound
+                heappush(entries, (bound, number, structure, known))
             else:
                 self.scores[structure] = self._scheduled(structure, ceiling, known)
             yield False
@@ -226,19 +234,20 @@ class StructureSearch:
         return self.scores[structure]
 
     def _scheduled(
-        self, structure: Structure, ceiling: float, known: _BoundedWork | None = None
+        self, structure: Structure, ceiling: float, known: _BoundedWork | str | None = None
     ) -> Score:
         count = len(structure.stages)
         if count * self.problem.microbatches * _ACTIONS_SECONDS > self.end - monotonic():
             return Score(0.0, math.inf, math.inf, count)
         if known is None and load_bound(self.problem, structure) >= ceiling:
             return Score(0.0, math.inf, math.inf, count)
-        work, endings, bound, problem = known or self._bounded(structure)
-        if problem is not None:
+        known = known or self._bounded(structure)
+        if isinstance(known, str):
             if self.structure is None and self.reason:
-                self.reason = problem
-            short = float(np.maximum(work.alone - work.room, 0.0).sum())
+                self.reason = known
+            short = float(np.maximum(short_bytes(self.problem, structure), 0.0).sum())
             return Score(max(short, 1.0), math.inf, math.inf, count)
+        work, endings, bound = known
         if bound >= ceiling:
             return Score(0.0, math.inf, math.inf, count)
         rules = sorted(rules_for(work), key=lambda rule: -self.wins[rule])
@@ -255,11 +264,13 @@ class StructureSearch:
             self.on_progress(Progress(elapsed, found.seconds, self.enough, made))
         return score
 
-    def _bounded(self, structure: Structure) -> _BoundedWork:
+    def _bounded(self, structure: Structure) -> _BoundedWork | str:
+        """The work and its bound; why the structure does not fit if it does not."""
+        problem = misfit(self.problem, structure)
+        if problem is not None:
+            return problem
         work, endings, _ = work_of(self.problem, structure)
-        problem = misfit(self.problem, structure, work)
-        bound = math.inf if problem else quick_device_bound(work, endings)
-        return _BoundedWork(work, endings, bound, problem)
+        return _BoundedWork(work, endings, quick_device_bound(work, endings))
 
     def _cuts(self, rule: int) -> bool:
         """Whether a structure's rules end before this one; a short turn leaves it the first."""

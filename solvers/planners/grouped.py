@@ -18,6 +18,7 @@ from time import monotonic
 import numpy as np
 
 from stagewright.formulations.forms.answers import Limits
+from stagewright.formulations.pipelines.bounds.devices import load_bound
 from stagewright.formulations.pipelines.bounds.stages import quick_bound
 from stagewright.formulations.pipelines.grouped_stages import GroupedStages, is_grouped, splits
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
@@ -127,18 +128,19 @@ class GroupedSearch(PlanSearch):
     def _problems(self, structure: Structure) -> tuple[GroupedStages, list[MakespanProblem]]:
         """The makespan problems of a structure, the one with all-reduces in parallel first."""
         grouped = GroupedStages.of(self.problem, structure)
-        fits = misfit(self.problem, structure, grouped.work) is None
-        return grouped, [*grouped.problems()] if fits else []
+        return grouped, [*grouped.problems()]
 
     def _bound(self, structure: Structure) -> float:
-        """A bound on the structure's schedules; inf if it does not fit."""
-        _, problems = self._problems(structure)
-        return quick_bound(problems[0]) if problems else float("inf")
+        """A bound from the loads of devices; inf if the structure does not fit."""
+        fits = misfit(self.problem, structure) is None
+        return load_bound(self.problem, structure) if fits else float("inf")
 
     def _score(self, structure: Structure, ceiling: float) -> float:
         """The cost of the best rows found in a short search; a bound if that is above a ceiling."""
-        grouped, problems = self._problems(structure)
-        score = quick_bound(problems[0]) if problems else float("inf")
+        score = self._bound(structure)
+        if score < ceiling:
+            grouped, problems = self._problems(structure)
+            score = quick_bound(problems[0]) if problems else float("inf")
         if score < ceiling:
             # The all-reduces in the order that promises most.
             times = self._times(min(problems[1:] or problems, key=quick_bound), ceiling)
@@ -168,8 +170,9 @@ class GroupedSearch(PlanSearch):
         return times
 
     def _neighbours(self, structure: Structure) -> Iterator[Structure]:
-        """One change to the rounds, then to the cuts or the groups, in random order."""
+        """Parts of backwards or whole ones, other rounds, then cuts and groups in random order."""
         stages, is_split = structure.stages, any(structure.split)
+        yield self._of(stages, not is_split)
         groups = list(dict.fromkeys(stage.devices for stage in stages))
         parameters = np.array(self.problem.chain.parameter_bytes)
         for found in (*_parted(stages, parameters), *_turned(stages, groups)):
@@ -201,7 +204,6 @@ class GroupedSearch(PlanSearch):
                 structure = self._of(changed, is_split)
                 if _fits(self.problem, structure):
                     yield structure
-        yield self._of(stages, not is_split)
 
 
 Stages = tuple[Stage, ...]

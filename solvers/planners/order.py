@@ -193,8 +193,7 @@ def timed(problem: PipelineProblem, name: str, layout: StagedOrder) -> Found:
     if kind.weights == "double-buffer":
         return _without_flush(problem, name, layout)
     structure = Structure(stages, (order.is_split,) * len(stages))
-    work, _, _ = work_of(problem, structure)
-    short = misfit(problem, structure, work)
+    short = misfit(problem, structure)
     if short is not None:
         return NoPlan(short)
     if kind.depends_on_times:
@@ -296,7 +295,7 @@ def _optimal(
     split = [problem.layer_with_whole_backward(*stage.layers) is None for stage in stages]
     structure = Structure(stages, tuple(split))
     work, endings, _ = work_of(problem, structure)
-    short = misfit(problem, structure, work)
+    short = misfit(problem, structure)
     if short is not None:
         return NoPlan(short)
     listed = best_schedule(work, endings, RULES)

@@ -168,9 +168,9 @@ def _structures(problem: PipelineProblem, modes: Sequence[MemoryMode]) -> Iterat
 
 def _candidate(problem: PipelineProblem, structure: Structure) -> _PlacementCandidate | None:
     """The structure with its bound; None if it does not fit in memory."""
-    grouped = GroupedStages.of(problem, structure)
-    if misfit(problem, structure, grouped.work) is not None:
+    if misfit(problem, structure) is not None:
         return None
+    grouped = GroupedStages.of(problem, structure)
     parallel = next(grouped.problems(), None)
     return (
         None if parallel is None else _PlacementCandidate(structure, grouped, quick_bound(parallel))

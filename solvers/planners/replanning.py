@@ -62,7 +62,7 @@ def replan(
 def _listed(problem: PipelineProblem, structure: Structure) -> list[Proposal]:
     """The structure in a list schedule, if it fits in memory."""
     work, endings, _ = work_of(problem, structure)
-    if misfit(problem, structure, work) is not None:
+    if misfit(problem, structure) is not None:
         return []
     found = best_schedule(work, endings, rules_for(work)[:1])
     return [] if found is None else [Proposal(structure.stages, found.starts)]

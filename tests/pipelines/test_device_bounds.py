@@ -174,7 +174,7 @@ def test_no_bound_exceeds_the_least_time_of_every_order(data):
     problem = data.draw(problems(3, 3, 3))
     structure = data.draw(structures(problem))
     work, endings, _ = work_of(problem, structure)
-    assume(misfit(problem, structure, work) is None)
+    assume(misfit(problem, structure) is None)
     actions = Actions(problem, structure)
     assume(len(actions.by_name) <= 14)
     optimum = least_time(actions.by_name, actions.memory)

@@ -95,7 +95,7 @@ def structures(draw):
         stages.append(Stage((start, stop), devices, kind))
     structure = Structure.whole(tuple(stages))
     work = work_of(problem, structure)[0]
-    assume(misfit(problem, structure, work) is None)
+    assume(misfit(problem, structure) is None)
     return work
 
 

@@ -222,7 +222,7 @@ def fastest_plan(problem, wide, most):
             break
         structure = Structure.whole(stages)
         work, endings, _ = work_of(problem, structure)
-        if misfit(problem, structure, work) is None:
+        if misfit(problem, structure) is None:
             schedule = best_schedule(work, endings, rules_for(work), most, least)
             if schedule is not None:
                 most, best = schedule.seconds, (stages, schedule.starts)

@@ -15,7 +15,7 @@ from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.pipelines.bounds.every_plan import without_useless
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
-from stagewright.formulations.plans.structure import Structure, misfit, work_of
+from stagewright.formulations.plans.structure import Structure, misfit
 from stagewright.graphs.documents.units import MIN_MEMORY
 from stagewright.graphs.machines.canonical import canonical_order, reordered
 from stagewright.graphs.machines.cluster import Cluster, Device, Link, MatrixLinks, ServerLinks
@@ -180,7 +180,7 @@ def fits(
     if len(devices) > problem.most_replicas(*layers):
         return False
     structure = Structure.whole(stages)
-    return misfit(problem, structure, work_of(problem, structure)[0]) is None
+    return misfit(problem, structure) is None
 
 
 def test_a_negligible_device_does_not_spoil_the_plan(counting_clock):

@@ -3,6 +3,7 @@
 import random
 from itertools import pairwise
 from pathlib import Path
+from threading import Event
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from strategies import hard_problem
 import stagewright
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.checking.check import check
-from stagewright.formulations.forms.answers import Limits, silent
+from stagewright.formulations.forms.answers import Limits, Progress, silent
 from stagewright.formulations.pipelines.bounds.devices import load_bound, quick_device_bound
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -24,6 +25,7 @@ from stagewright.formulations.plans.structure import Structure, misfit, work_of
 from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.pipelines.structures.scheduling import best_schedule, rules_for
+from stagewright.solvers.planners.balanced import plan_balanced
 from stagewright.solvers.planners.general import StructureSearch, plan_general
 from stagewright.solvers.planners.grouped import GroupedSearch
 from stagewright.solvers.planners.steps.proposal import (
@@ -114,7 +116,7 @@ def test_every_rule_makes_valid_schedules(data: st.DataObject) -> None:
     problem = data.draw(problems())
     structure = data.draw(structures(problem))
     work, endings, _ = work_of(problem, structure)
-    if misfit(problem, structure, work) is not None:
+    if misfit(problem, structure) is not None:
         return
     bound = quick_device_bound(work, endings)
     assert load_bound(problem, structure) <= bound * (1 + 1e-9)
@@ -138,7 +140,7 @@ def test_replaying_a_found_plan_takes_no_longer(data: st.DataObject) -> None:
     problem = data.draw(problems())
     structure = data.draw(structures(problem))
     work, endings, _ = work_of(problem, structure)
-    if misfit(problem, structure, work) is None:
+    if misfit(problem, structure) is None:
         found = best_schedule(work, endings, rules_for(work))
         assert found is not None
         plan = assemble(problem, "list", structure.stages, found.starts)
@@ -235,13 +237,13 @@ def test_as_few_first_layers_as_need_be_recompute() -> None:
     problem = PipelineProblem(_chain(6, 10 * MB), cluster, 2)
     turns = Stage((0, 6), ("s0g0", "s0g1"), "round-robin")
     start = Structure.whole([turns])
-    assert misfit(problem, start, work_of(problem, start)[0]) is not None
+    assert misfit(problem, start) is not None
     (found,) = StructureMoves(problem, Choices("full")).relieved([start])
     assert [(one.layers, one.recompute) for one in found.stages] == [
         ((0, 2), "full"),
         ((2, 6), "none"),
     ]
-    assert misfit(problem, found, work_of(problem, found)[0]) is None
+    assert misfit(problem, found) is None
     assert not [*StructureMoves(problem, Choices("none")).relieved([start])]
     roomy = uniform_servers(1, 2, Link(1e9), memory_bytes=65 * MB)
     moves = StructureMoves(PipelineProblem(_chain(6, 10 * MB), roomy, 2), Choices("full"))
@@ -334,6 +336,26 @@ def test_a_loop_in_two_directions_is_found():
     assert isinstance(found, Proposal)
     # Each device computes for 24 s; the second one begins after the first layer.
     assert cost(PipelineProblem(chain, cluster, 4), found) <= 25.0 + 1e-6
+
+
+def test_backwards_in_parts_are_the_first_change():
+    """Where no layer is divided among devices, no pipeline on all devices is a seed."""
+    layer = LayerCost(1, 1.0, 1e6, 1e6, input_gradient_seconds=1.0, weight_gradient_seconds=1.0)
+    chain = Chain("parts", "by hand", 1, tuple(Layer(f"l{i}", 1e6, (layer,)) for i in range(4)))
+    problem = PipelineProblem(chain, uniform_servers(2, 4, Link(1e15), Link(1e15)), 8)
+    whole, stop = plan_balanced(problem, Limits(), silent), Event()
+    assert isinstance(whole, Proposal)
+    assert cost(problem, whole) == pytest.approx(8 * 3 + 3 * 3)
+
+    def ends(step: Progress) -> None:
+        if step.objective is not None and step.objective < 32:
+            stop.set()
+
+    search = GroupedSearch(problem, Limits(stop=stop), ends)
+    found = search.run([whole], Limits(stop=stop))
+    assert len(search.scores) == 2
+    # The last device computes for 24 s, after the first microbatch's forwards on the others.
+    assert cost(problem, found) == pytest.approx(8 * 3 + 3)
 
 
 @pytest.mark.slow

@@ -24,8 +24,8 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.structure import Endings, Structure, Work, work_of_stages
 from stagewright.formulations.plans.timing import (
-    compute_seconds,
-    gradient_seconds,
+    lane_seconds,
+    positions,
     reduce_seconds,
     update_seconds,
 )
@@ -209,9 +209,8 @@ def load_bound(problem: PipelineProblem, structure: Structure) -> float:
     load, heads, tails = np.zeros(size), np.full(size, inf), np.full(size, inf)
     head, back = 0.0, 0.0
     for stage, split in zip(structure.stages, structure.split, strict=True):
-        devices = [problem.cluster.index[name] for name in stage.devices]
-        lanes = [devices[lane :: stage.turns] for lane in range(stage.turns)]
-        each = [_computed(problem, stage, split, lane) for lane in lanes[: problem.microbatches]]
+        lanes, each = positions(problem, stage), lane_seconds(problem, stage, split)
+        devices = [v for lane in lanes for v in lane]
         for lane, times in enumerate(each):
             load[lanes[lane]] += len(range(lane, problem.microbatches, stage.turns)) * sum(times)
         ending = reduce_seconds(problem, stage) + update_seconds(problem, stage)
@@ -220,15 +219,7 @@ def load_bound(problem: PipelineProblem, structure: Structure) -> float:
         head += min(forward for forward, _, _ in each)
         back = max(ending, back) + min(of_input for _, of_input, _ in each)
     used = load > 0
-    return float((heads + load + tails)[used].max())
-
-
-def _computed(
-    problem: PipelineProblem, stage: Stage, split: bool, devices: Sequence[int]
-) -> tuple[float, float, float]:
-    """Seconds of a microbatch's forward, its backward or I, and its W (0: none) on a lane."""
-    forward, backward = compute_seconds(problem, stage, devices)
-    return (forward, *(gradient_seconds(problem, stage, devices) if split else (backward, 0.0)))
+    return float((heads + load + tails)[used].max(initial=0.0))
 
 
 def machine_bound(tasks: Tasks, window: TaskWindow) -> float:

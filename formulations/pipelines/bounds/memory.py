@@ -8,10 +8,10 @@ computation is F(s1, 0), its first backward B(sv, 0), its last forward F(sv, M -
 backward B(s1, M - 1), since every microbatch passes the stages in order, there and back.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
@@ -233,17 +233,18 @@ def _most(view: DeviceView, kinds: list[tuple[Floats, Floats]], one_each: bool =
     ``kinds`` are (value, amount) per stage; of each at most the limit in flight. With ``one_each``
     at least one of the first kind is there on each stage.
     """
-    values, amounts = (np.concatenate(column) for column in zip(*kinds, strict=True))
-    counts = np.tile(view.limits, len(kinds)).astype(float)
     room, fixed = view.memory * (1 + RELATIVE_TOLERANCE), 0.0
-    if one_each:
-        stages = len(view.limits)
-        counts[:stages] -= 1
-        fixed, room = float(values[:stages].sum()), room - float(amounts[:stages].sum())
-    worth = values > 0
-    types, merged = np.unique(np.c_[values, amounts][worth], axis=0, return_inverse=True)
-    counts = np.bincount(merged, counts[worth], len(types)).astype(float)
-    return fixed + (_knapsack(types, counts, room) if len(types) else 0.0)
+    counts = defaultdict[tuple[float, float], int](int)  # in plain Python: there are few
+    for kind, columns in enumerate(kinds):
+        there = int(one_each and kind == 0)
+        for value, amount, limit in zip(*map(Floats.tolist, (*columns, view.limits)), strict=True):
+            fixed, room = fixed + there * value, room - there * amount
+            if value > 0:
+                counts[value, amount] += limit - there
+    if not counts:
+        return fixed
+    types = sorted(counts)
+    return fixed + _knapsack(np.array(types), np.array([float(counts[one]) for one in types]), room)
 
 
 def _knapsack(types: Floats, counts: Floats, room: float) -> float:
@@ -257,7 +258,9 @@ def _knapsack(types: Floats, counts: Floats, room: float) -> float:
         return float(values[0] * _number(room, amounts[0], counts[0]))
     if len(types) == 2:
         some = np.arange(int(_number(room, amounts[0], counts[0])) + 1)
-        others = _number(room - some * amounts[0], amounts[1], counts[1])
+        others = np.full(len(some), counts[1])
+        if amounts[1] > 0:
+            others = np.clip(np.floor((room - some * amounts[0]) / amounts[1]), 0.0, counts[1])
         return float((some * values[0] + others * values[1]).max())
     order = np.argsort(amounts / values)
     used = (amounts * counts)[order]
@@ -268,12 +271,9 @@ def _knapsack(types: Floats, counts: Floats, room: float) -> float:
     return min(float(values[order] @ share), float(values.max() * number))
 
 
-def _number(room: ArrayLike, amount: float, count: float) -> Floats:
+def _number(room: float, amount: float, count: float) -> float:
     """How many items of an amount fit, at most ``count``."""
-    fitting = np.full_like(np.asarray(room, dtype=np.float64), count)
-    if amount > 0:
-        fitting = np.clip(np.floor(np.asarray(room) / amount), 0.0, count)
-    return fitting
+    return min(max(float(np.floor(room / amount)), 0.0), count) if amount > 0 else count
 
 
 def window_bounds(problem: MakespanProblem, paths: StagePaths) -> list[tuple[str, float]]:

@@ -8,7 +8,8 @@ leader on every device that it has not passed, so some action can always start.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -99,10 +100,20 @@ def latencies(work: Work) -> Floats:
 
 def urgency_keys(work: Work, rule: Priority) -> Floats:
     """Priorities of F, B or I, and W, shape (3, S, M); the least value comes first."""
-    stages, count = work.lane.shape
+    round_ = max(1, len(work.lane) // max(map(len, work.places)))
+    return _keys(*work.lane.shape, round_, rule.urgency, rule.forward, rule.backward)
+
+
+@lru_cache(maxsize=64)  # most structures have as many stages as the one before
+def _keys(
+    stages: int,
+    count: int,
+    round_: int,
+    urgency: _Urgency,
+    of_forward: _ForwardOrder,
+    of_backward: _BackwardOrder,
+) -> Floats:
     s, m = np.arange(stages)[:, None], np.arange(count)[None, :]
-    depth = max(map(len, work.places))
-    round_ = max(1, stages // depth)
 
     def chunks(position: Ints) -> Ints:
         return np.asarray(((m // round_) * stages + position) * round_ + m % round_)
@@ -111,15 +122,15 @@ def urgency_keys(work: Work, rule: Priority) -> Floats:
     forward = {
         "oldest": m * stages + last, "deepest": last * count + m, "broad": s * count + m,
         "chunks": chunks(s),
-    }[rule.forward]  # fmt: skip
+    }[of_forward]  # fmt: skip
     backward = {
         "oldest": m * stages + s, "broad": s * count + m, "chunks": chunks(last),
         "newest": (count - 1 - m) * stages + last,
-    }[rule.backward]  # fmt: skip
+    }[of_backward]  # fmt: skip
     weights = m * stages + last
     size = float(2 * stages * (count + round_))
     return np.stack([
-        rule.urgency.index(kind) * size + order
+        urgency.index(kind) * size + order
         for kind, order in (("F", forward), ("B", backward), ("W", weights))
     ])  # fmt: skip
 
@@ -153,6 +164,8 @@ def best_schedule(
     """
     best: StructureSchedule | None = None
     lists, scale = ListWork.of(work), latencies(work)
+    groups = [tuple({*lists.alike[list(group)].tolist()}) for group in endings.devices]
+    endings = replace(endings, devices=tuple(groups))  # one of those with the same stages
     for i, rule in enumerate(rules):
         if over(i):
             break

@@ -48,7 +48,7 @@ def sharded(
         return given
     structure = Structure(stages, tuple(bool(row.any()) for row in split_backwards(given)))
     work, endings, _ = work_of(problem, structure)
-    if misfit(problem, structure, work) is not None:
+    if misfit(problem, structure) is not None:
         return None
     retiming = Retiming(problem, given, structure, work, endings)
     if in_order:

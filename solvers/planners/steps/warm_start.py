@@ -92,7 +92,7 @@ def warm_start(
     reason = "no memory mode is allowed"
     for structure in _structures(problem, given, stages, choices):
         work, endings, _ = work_of(problem, structure)
-        short = misfit(problem, structure, work)
+        short = misfit(problem, structure)
         if short is None:
             known = Retiming(problem, given, structure, work, endings)
             return known.best(lambda: limits.left(monotonic() - began) <= 0)
@@ -110,7 +110,7 @@ def in_its_order(problem: PipelineProblem, given: PipelinePlan) -> PipelinePlan 
         return None
     structure = _structure_of(problem, given, given.stages)
     work, endings, _ = work_of(problem, structure)
-    if misfit(problem, structure, work) is not None:
+    if misfit(problem, structure) is not None:
         return None
     found = Retiming(problem, given, structure, work, endings).in_order()
     if found is None:

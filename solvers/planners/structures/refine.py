@@ -144,7 +144,7 @@ class StructurePrices:
         if not self._is_allowed(structure):
             return None
         work, endings, _ = work_of(self.problem, structure)
-        if misfit(self.problem, structure, work) is not None:
+        if misfit(self.problem, structure) is not None:
             return None
         bound = quick_device_bound(work, endings)
 

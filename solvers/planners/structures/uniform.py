@@ -93,7 +93,7 @@ def _with_less(
     stages = tuple(with_memory_mode(stage, mode) for stage in answer.stages)
     structure = Structure.whole(stages)
     work, endings, _ = work_of(problem, structure)
-    short = misfit(problem, structure, work)
+    short = misfit(problem, structure)
     if short is not None:
         return NoPlan(f"with {name}: {short}", proved=False)
     # The planner's memory model is approximate, so the stages are scheduled again.
