@@ -21,8 +21,7 @@ from stagewright.executor.drawing.colours import (
     KIND_NAMES,
     mixed,
 )
-from stagewright.executor.drawing.lanes import Bar, BarKind, Drawing, Lane, Mark
-from stagewright.executor.drawing.plan_lanes import BOUND, block_bar
+from stagewright.executor.drawing.lanes import BOUND, Bar, BarKind, Drawing, Lane, Mark, block_bar
 from stagewright.executor.drawing.timeline import Block, Row
 from stagewright.executor.drawing.web.render import render
 from stagewright.formulations.plans.actions import ActionKind

@@ -14,10 +14,14 @@ from stagewright.executor.programs.memory import peak_bytes
 from stagewright.executor.programs.program import Families, Samples, pieces, rows
 from stagewright.executor.training.data.batches import microbatch_samples
 from stagewright.executor.training.interpreter.exchange import Boundary
-from stagewright.executor.training.interpreter.graph import Joint
 from stagewright.executor.training.interpreter.interpreter import Interpreter
 from stagewright.executor.training.interpreter.last_stage import OutOfMemory
-from stagewright.executor.training.interpreter.streams import DeviceStreams, OneStream, make_streams
+from stagewright.executor.training.interpreter.streams import (
+    DeviceStreams,
+    Joint,
+    OneStream,
+    make_streams,
+)
 from stagewright.executor.training.losses import Loss
 from stagewright.executor.training.model_checks import (
     require_capturable_steps,

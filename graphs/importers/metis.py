@@ -15,7 +15,7 @@ from pydantic import Field
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError, naming
 from stagewright.graphs.documents.units import parse_share
-from stagewright.graphs.importers.records import Amount, PlainRecord, read_record
+from stagewright.graphs.importers.dnn_partitioning import Amount, PlainRecord, read_record
 from stagewright.graphs.models.layer_profiles import LayerProfiles, Measured
 
 _FORWARD_SHARE = 1 / 3

@@ -21,7 +21,7 @@ from stagewright.service.http.identity import Forwarded, Proxies
 from stagewright.service.http.openapi import Application
 from stagewright.service.http.problems import add_handlers, problem
 from stagewright.service.http.tokens import has_token, without_tokens
-from stagewright.service.metrics import REQUESTS, note
+from stagewright.service.tracing import REQUESTS, note
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _LOCAL = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE | re.ASCII)

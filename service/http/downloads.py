@@ -203,8 +203,7 @@ def compare_with_run(
 
     What ``compare --json`` prints, with the ``measured`` timeline as the page draws it.
     """
-    from stagewright.executor.drawing.lanes import table
-    from stagewright.executor.drawing.plan_lanes import plan_drawing
+    from stagewright.executor.drawing.lanes import plan_drawing, table
     from stagewright.executor.measuring.compare import measured_plan
     from stagewright.service.pipelines.plans import compare
 

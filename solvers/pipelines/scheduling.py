@@ -18,8 +18,7 @@ from stagewright.formulations.pipelines.makespan_models import ByIntervals
 from stagewright.formulations.pipelines.windows import WINDOWS, order_of_times
 from stagewright.formulations.plans.plan import Bound
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
-from stagewright.formulations.schedules.order import Order
-from stagewright.formulations.schedules.placements import line, placed, v_shape
+from stagewright.formulations.schedules.order import Order, line, placed, v_shape
 from stagewright.formulations.schedules.published.automatic import automatic
 from stagewright.formulations.schedules.published.kinds import KINDS, PLACEMENTS, Sizes, schedule_of
 from stagewright.formulations.schedules.published.zbv import automatic_v

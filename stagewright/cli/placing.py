@@ -137,7 +137,7 @@ def _draw_run(planned: "OperatorPlan", run: "Trace", png: Path) -> None:
     from stagewright.cli.pipelines.comparing import run_line
     from stagewright.executor.drawing.operators import end_of, headline, write_stacked_png
     from stagewright.executor.measuring.pairs import median_step
-    from stagewright.executor.programs.operators.trace import with_times
+    from stagewright.executor.programs.operators.placed import with_times
 
     measured = with_times(planned, median_step(run))
     pace = f"{format_seconds(end_of(measured))} per step"

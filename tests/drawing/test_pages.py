@@ -19,7 +19,7 @@ from pages import CHROMIUM, colours, drawings, visit
 from plans import elaborate, made_up_certificate, make_stages, scheduled, small_problem, valid_plan
 from profiles import examples, slow_after
 
-from stagewright.executor.drawing.charts import memory_bars
+from stagewright.executor.drawing.charts import layouts
 from stagewright.executor.drawing.charts.memory_curve import Curve, curve_page
 from stagewright.executor.drawing.colours import (
     CATEGORIES,
@@ -68,7 +68,7 @@ def test_positions_in_a_pipeline_are_whole(monkeypatch: pytest.MonkeyPatch) -> N
     sizes = {f"{kind}_bytes": 1e9 for kind in MEMORY_COLOURS}
     for count in (1, 2, 16):
         ranks = [SimpleNamespace(rank=rank, **sizes) for rank in range(count)]
-        axes = memory_bars.memory_png(ranks, 80e9, "a layout").axes[0]  # type: ignore[attr-defined]
+        axes = layouts.memory_png(ranks, 80e9, "a layout").axes[0]  # type: ignore[attr-defined]
         low, high = axes.get_xlim()
         ticks = [tick for tick in axes.get_xticks() if low <= tick <= high]
         assert ticks

@@ -21,8 +21,7 @@ import stagewright
 from stagewright.executor.drawing.charts.chart import png, write_png
 from stagewright.executor.drawing.chrome import chrome_trace, write_trace
 from stagewright.executor.drawing.colours import CRITICAL_COLOUR, IDLE_COLOUR, KIND_COLOURS
-from stagewright.executor.drawing.page import page
-from stagewright.executor.drawing.summary import in_flight, summarise
+from stagewright.executor.drawing.page import in_flight, page, summarise
 from stagewright.executor.drawing.timeline import (
     merges_stages,
     numbering,

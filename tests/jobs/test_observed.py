@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 
-from stagewright.service import metrics
+from stagewright.service import tracing
 from stagewright.service.http import admin
 from stagewright.service.http.app import create_app
 from stagewright.service.http.guard import Service
@@ -38,7 +38,7 @@ from stagewright.service.jobs.overview import (
 from stagewright.service.jobs.queue import Queue
 from stagewright.service.jobs.records import JobEnd, JobEnding, State
 from stagewright.service.jobs.store import ServiceStore
-from stagewright.service.metrics import Lines
+from stagewright.service.tracing import Lines
 from stagewright.service.workers.worker import Worker
 
 LOCAL = "http://127.0.0.1:8754"
@@ -168,14 +168,14 @@ def test_requests_and_events_of_jobs_are_logged_with_their_ids(
     written = io.StringIO()
     handler = logging.StreamHandler(written)
     handler.setFormatter(Lines(as_json))
-    metrics.LOG.addHandler(handler)
-    metrics.LOG.setLevel(logging.INFO)
+    tracing.LOG.addHandler(handler)
+    tracing.LOG.setLevel(logging.INFO)
     try:
         job = client.post("/v1/jobshop", content=TWO_JOBS).json()["id"]
         client.get('/no "route"')
         client.get("/%1b[2J")
     finally:
-        metrics.LOG.removeHandler(handler)
+        tracing.LOG.removeHandler(handler)
     lines = written.getvalue().splitlines()
     if as_json:
         queued, audited, posted, missing, _ = map(json.loads, lines)

@@ -11,7 +11,7 @@ from profiles import examples
 from random_steps import graphs
 from scipy.optimize import lsq_linear
 
-from stagewright.executor.programs.operators.trace import scheduled_operators
+from stagewright.executor.programs.operators.placed import scheduled_operators
 from stagewright.executor.programs.trace import Trace, TracedStep
 from stagewright.formulations.operators.plan import operator_problem
 from stagewright.formulations.operators.splitting import split_graph

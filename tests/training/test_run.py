@@ -44,7 +44,7 @@ from stagewright.executor.training.interpreter.recorder import carry_out
 from stagewright.executor.training.logs import StepReport
 from stagewright.executor.training.ranks import launch
 from stagewright.executor.training.ranks.endings import Member
-from stagewright.executor.training.ranks.watching import Watch
+from stagewright.executor.training.ranks.joining import Watch
 
 NO_ANSWER = "rank {} does not answer (killed, stopped or unreachable?)"
 LOST = "lost contact with another rank (killed, stuck or unreachable?)"

@@ -22,16 +22,16 @@ from stagewright.executor.drawing.colours import (
     KIND_NAMES,
     label_colour,
 )
-from stagewright.executor.drawing.lanes import Gap
-from stagewright.executor.drawing.periods import finish_seconds, phases
-from stagewright.executor.drawing.plan_lanes import (
+from stagewright.executor.drawing.lanes import (
     BOUND,
     CAUSES,
+    Gap,
     critical_actions,
     idle_of,
     is_bottleneck,
     timed,
 )
+from stagewright.executor.drawing.periods import finish_seconds, phases
 from stagewright.executor.drawing.timeline import (
     MAX_DEVICE_ROWS,
     Block,

@@ -8,7 +8,7 @@ from stagewright.executor.drawing.colours import CATEGORIES, CRITICAL_COLOUR
 from stagewright.executor.drawing.web.render import Chart, Series, render
 
 TEMPLATE = "schedules.html.jinja"
-WIDTH_INCHES, HEIGHT_INCHES, HEIGHT_PIXELS = 10.0, 5.5, 460
+HEIGHT_PIXELS = 460
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Curve:
 
 def curve_png(curve: Curve) -> bytes:
     """A PNG of the curve, its bound and the others."""
-    figure = new_figure(WIDTH_INCHES, HEIGHT_INCHES)
+    figure = new_figure()
     axes = figure.add_subplot()
     for costs, colour, label, style in (
         (curve.cost, CATEGORIES[0], "best schedule", "o-"),

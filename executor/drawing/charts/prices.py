@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-WIDTH_INCHES, HEIGHT_INCHES = 10.0, 5.5
 _MARKERS = "osD^vP*X"  # lines are told apart without their colours too
 
 
@@ -29,7 +28,7 @@ class SweepLine:
 
 def sweep_png(axis: str, places: Sequence[str], lines: Sequence[SweepLine]) -> bytes:
     """A PNG; ``axis`` names the size whose values are ``places``."""
-    figure = new_figure(WIDTH_INCHES, HEIGHT_INCHES)
+    figure = new_figure()
     axes = figure.add_subplot()
     for number, line in enumerate(lines):
         rates = [float("nan") if rate is None else rate for rate in line.rates]

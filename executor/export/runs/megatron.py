@@ -12,15 +12,22 @@ from typing import Any
 
 from stagewright.executor.export.layouts.core import STRATEGIES
 from stagewright.executor.export.layouts.megatron import NORMS
-from stagewright.executor.export.runs.arguments import Arguments, by_name
+from stagewright.executor.export.runs.arguments import (
+    Arguments,
+    TrainingRun,
+    by_name,
+    data_degree,
+    division,
+)
 from stagewright.executor.export.runs.megatron_hybrid import (
+    POSITIONS,
     delta_variants,
     flags,
     hybrid_fields,
     read_pattern,
+    read_stated,
+    read_traits,
 )
-from stagewright.executor.export.runs.megatron_stated import POSITIONS, read_stated, read_traits
-from stagewright.executor.export.runs.run import TrainingRun, data_degree, division
 from stagewright.executor.export.runs.shell import LaunchScript, read_script
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.graphs.documents.errors import InputError, naming

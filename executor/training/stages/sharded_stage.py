@@ -4,7 +4,7 @@ from typing import Any
 
 from stagewright.executor.capture.split_layer import SavedForWeights, SplitLayer
 from stagewright.executor.capture.twins import made_once
-from stagewright.executor.training.stages.flights import InFlight, backward_of
+from stagewright.executor.training.stages.division import InFlight, backward_of
 from stagewright.executor.training.stages.sharded_weights import GradientShards
 from stagewright.executor.training.stages.stage import Gradients, Seed, StageComputation, Tensors
 

@@ -10,8 +10,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Literal
 
-from stagewright.formulations.schedules.order import F, I, Order
-from stagewright.formulations.schedules.placements import line
+from stagewright.formulations.schedules.order import F, I, Order, line
 from stagewright.formulations.schedules.published.construction import Construction, require_stages
 from stagewright.formulations.schedules.timing import (
     ActivationMemory,

@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 
 from stagewright.formulations.plans.actions import Action, ActionKind
-from stagewright.formulations.schedules.order import F, I, Order, W
-from stagewright.formulations.schedules.placements import Device
+from stagewright.formulations.schedules.order import Device, F, I, Order, W
 from stagewright.formulations.schedules.timing import ActivationMemory, StageTimes
 from stagewright.graphs.documents.errors import InputError
 

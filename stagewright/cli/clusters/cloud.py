@@ -13,7 +13,7 @@ from stagewright.cli.solving import find
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.prices import save_market
 from stagewright.service.cloud.requests import CloudRequest
-from stagewright.service.options import Option
+from stagewright.service.requests import Option
 
 if TYPE_CHECKING:
     from stagewright.graphs.workloads.prices import Market, Preemptions

@@ -13,7 +13,7 @@ from stagewright.formulations.parallelism.document import save_layout
 from stagewright.graphs.documents.documents import write_bytes
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import parse_duration
-from stagewright.service.options import Option
+from stagewright.service.requests import Option
 
 if TYPE_CHECKING:
     from stagewright.cli.layouts.layouts import TrainPlanOptions
@@ -99,7 +99,7 @@ def _cost(request: "FrontierRequest", answer: "FrontierAnswer") -> str:
 
 
 def _draw(png: Path, title: str, request: "FrontierRequest", answer: "FrontierAnswer") -> None:
-    from stagewright.executor.drawing.charts.memory_bars import frontier_png
+    from stagewright.executor.drawing.charts.layouts import frontier_png
 
     deadline = request.deadline_seconds
     days = None if deadline is None else deadline / 86_400

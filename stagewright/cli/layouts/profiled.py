@@ -281,7 +281,7 @@ def _require_known(kind: str, given: dict[str, float | None]) -> None:
 
 
 def _draw(png: Path, title: str, answer: "ProfiledAnswer") -> None:
-    from stagewright.executor.drawing.charts.stage_bars import stages_png
+    from stagewright.executor.drawing.charts.layouts import stages_png
 
     seconds = format_seconds(answer.iteration_seconds or 0.0)
     write_bytes(png, stages_png(answer.stages, f"{title}: {seconds} per iteration"))

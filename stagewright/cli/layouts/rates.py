@@ -17,7 +17,7 @@ from stagewright.graphs.machines.rates import RateSet, Spread
 from stagewright.service.layouts.configured import CalibrateInputs
 from stagewright.service.layouts.inputs import MachineInputs
 from stagewright.service.layouts.rates import RateSetAnswer, RatesRequest, find_rates
-from stagewright.service.options import Option
+from stagewright.service.requests import Option
 
 if TYPE_CHECKING:
     from stagewright.graphs.importers.measured_runs import MeasuredIteration
@@ -40,7 +40,7 @@ def rates(asked: Asked[RatesRequest], given: RatesOptions) -> int:
     request = asked.request()
     answer = find_rates(request)
     if given.png is not None:
-        from stagewright.executor.drawing.charts.rate_errors import rates_png
+        from stagewright.executor.drawing.charts.layouts import rates_png
 
         write_bytes(given.png, rates_png(answer.sets))
     show = _print_sets if request.name is None else _print_set

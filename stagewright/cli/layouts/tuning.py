@@ -18,7 +18,7 @@ from stagewright.graphs.documents.documents import write_bytes
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_seconds
 from stagewright.service.layouts.configured import TuneInputs
-from stagewright.service.options import Option
+from stagewright.service.requests import Option
 
 if TYPE_CHECKING:
     from stagewright.formulations.parallelism.trials import Trial, Tuning
@@ -76,7 +76,7 @@ def tune(command_line: typer.Context, given: TuneOptions) -> int:
     else:
         answer = _begin_or_go_on(command_line, Path(first), given)
     if given.png is not None:
-        from stagewright.executor.drawing.charts.trials import trials_png
+        from stagewright.executor.drawing.charts.layouts import trials_png
 
         write_bytes(given.png, trials_png(answer.tried, answer.open))
     tell(answer, given, lambda answer: print_tuning(answer, _root(given)), [given.png])

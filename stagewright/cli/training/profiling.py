@@ -12,7 +12,7 @@ from stagewright.cli.documents.inputs import hand_out
 from stagewright.cli.options import Modelled, Repeated, Updated, Written, read_sizes
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import parse_bytes
-from stagewright.service.options import Option
+from stagewright.service.requests import Option
 
 TIMEOUT_SECONDS = 60.0  # a rank's limit for waiting for another one
 
@@ -238,8 +238,7 @@ def capture(given: CaptureOptions) -> int:
         without_values,
     )
     from stagewright.executor.measuring.machine import MeasuringMachine
-    from stagewright.executor.measuring.operators import measure_operators
-    from stagewright.executor.measuring.profiling import first_batch
+    from stagewright.executor.measuring.profiling import first_batch, measure_operators
     from stagewright.executor.training.losses import cross_entropy
     from stagewright.graphs.machines.devices import accelerator, read_kind
     from stagewright.graphs.models.operators.data_parallel import data_parallel

@@ -21,7 +21,7 @@ from stagewright.formulations.forms.answers import Limits
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import counted, format_seconds, parse_share
 from stagewright.service.answers import RoundAnswer, TrainedRoundsAnswer
-from stagewright.service.options import Option
+from stagewright.service.requests import Option
 
 if TYPE_CHECKING:
     from stagewright.graphs.machines.cluster import Cluster
