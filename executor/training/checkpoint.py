@@ -85,7 +85,7 @@ def whole(
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
-    partial = _partial(path)
+    partial = path.with_name(f".{path.name}.partial")
     is_first = dist.get_rank(group) == 0
     if is_first:
         leftover = ".step-*.partial" if path.name.startswith("step-") else partial.name
@@ -323,10 +323,6 @@ def _complete(folder: Path) -> list[Path]:
 
 def _steps(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial")
 
 
 def _remove(path: Path) -> None:

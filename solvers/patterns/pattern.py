@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from stagewright.formulations.forms.answers import Limits, Status, silent
-from stagewright.formulations.patterns.least_pattern import least_pattern, sequential
 from stagewright.formulations.patterns.one_f_one_b import pattern_load_bound, period_bound
-from stagewright.formulations.patterns.order_model import OrderModel
+from stagewright.formulations.patterns.order_model import OrderModel, least_pattern, sequential
 from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
 from stagewright.formulations.patterns.pattern_models import AtPeriod, ByRate, in_ticks
 from stagewright.graphs.documents.arrays import Ints

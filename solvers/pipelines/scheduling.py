@@ -24,7 +24,7 @@ from stagewright.formulations.schedules.published.kinds import KINDS, PLACEMENTS
 from stagewright.formulations.schedules.published.zbv import automatic_v
 from stagewright.formulations.schedules.timing import ActivationMemory, StageTimes
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
-from stagewright.solvers.backends.schedulers import scheduler, solve_intervals
+from stagewright.solvers.backends.backend import scheduler, solve_intervals
 from stagewright.solvers.pipelines.forward_backward import improve
 from stagewright.solvers.pipelines.list_scheduling import best_list_schedule, list_schedule
 from stagewright.solvers.pipelines.rows.search import RowSearch, compile_row_kernels, run_together

@@ -23,7 +23,7 @@ from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 
 from stagewright.service import tracing
-from stagewright.service.http import admin
+from stagewright.service.http import jobs
 from stagewright.service.http.app import create_app
 from stagewright.service.http.guard import Service
 from stagewright.service.http.tokens import Scope, Tokens
@@ -322,9 +322,9 @@ def test_overviews_are_streamed_as_jobs_come(
         store.submit("ann", "plan", f'{{"n": {asked}}}')
         return found
 
-    monkeypatch.setattr(admin, "overview", counted)
-    monkeypatch.setattr(admin, "LEAST_SECONDS", 0.01)
-    monkeypatch.setattr(admin, "MOST_SECONDS", 30.0)
+    monkeypatch.setattr(jobs, "overview", counted)
+    monkeypatch.setattr(jobs, "LEAST_SECONDS", 0.01)
+    monkeypatch.setattr(jobs, "MOST_SECONDS", 30.0)
     text = client.get("/v1/admin/events").text
     told = [json.loads(one[5:]) for one in text.splitlines() if one.startswith("data:")]
     assert [one["waiting"] for one in told] == [0, 1, 2]

@@ -26,9 +26,8 @@ from stagewright.executor.export.layouts import EVERY_FORMAT
 from stagewright.executor.export.runtimes import RUNTIMES
 from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
 from stagewright.graphs.documents import documents
-from stagewright.service.http.app import create_app
+from stagewright.service.http.app import MEDIA_TYPES, create_app
 from stagewright.service.http.guard import Service
-from stagewright.service.http.pages import MEDIA_TYPES
 from stagewright.service.http.tokens import Scope, Tokens
 from stagewright.service.jobs.kinds import KINDS, parse_request
 from stagewright.service.jobs.queue import Queue

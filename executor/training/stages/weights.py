@@ -11,16 +11,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stagewright.executor.capture.twins import twin
-from stagewright.executor.training.stages.gradients import (
+from stagewright.executor.training.stages.learning_rates import (
     FlatGradients,
     Gradients,
-    ReleasedGradients,
-)
-from stagewright.executor.training.stages.learning_rates import (
     LearningRates,
     MakeOptimizer,
     MakeSchedule,
     ParameterGroups,
+    ReleasedGradients,
     optimizer_of,
 )
 

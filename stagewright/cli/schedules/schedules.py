@@ -165,7 +165,7 @@ def _curve(fields: dict[str, Any], given: ScheduleOptions) -> int:
     request = ask(MemoryCurveRequest, SPELLED, **fields)
     answer = find(MemoryCurve, request, "scheduling for every limit of memory", given.server)
     if given.html is not None or given.png is not None:
-        from stagewright.executor.drawing.charts.memory_curve import curve_page, curve_png
+        from stagewright.executor.drawing.schedules import curve_page, curve_png
 
         with progress("drawing"):
             drawn, subtitle = drawn_curve(answer), curve_title(answer)
