@@ -27,8 +27,6 @@ from stagewright.graphs.documents.errors import InputError
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
 
-FORMAT: Literal["stagewright-checkpoint"] = "stagewright-checkpoint"
-VERSION: Literal[1] = 1
 HEADER = "stagewright.json"
 SUMS = "SHA256SUMS"
 KEPT = 2  # complete checkpoints in a folder
@@ -44,8 +42,8 @@ class Header:
     optimizer: str
     schedule: str = "none"
     accumulate: int = 1
-    format: Literal["stagewright-checkpoint"] = FORMAT
-    version: Literal[1] = VERSION
+    format: Literal["stagewright-checkpoint"] = "stagewright-checkpoint"
+    version: Literal[1] = 1
 
 
 def save(
@@ -246,7 +244,7 @@ def _require_reachable(path: Path, goal: Header) -> None:
 
 def read_header(path: Path) -> Header:
     """The header of a checkpoint; InputError if it is damaged."""
-    return documents.read(Header, path / HEADER, FORMAT, VERSION)
+    return documents.read(Header, path / HEADER)
 
 
 def read_kinds(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:

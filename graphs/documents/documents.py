@@ -116,7 +116,12 @@ def told_by(fields: Mapping[str, str], otherwise: str) -> Discriminator:
     return Discriminator(tag)
 
 
-def parse(kind: type[T], text: str | bytes, place: str, format_name: str, version: int) -> T:
+def format_name(kind: type[Any]) -> str:
+    """The format of documents of type ``kind``: the default of its field."""
+    return str(kind.__dataclass_fields__["format"].default)
+
+
+def parse(kind: type[T], text: str | bytes, place: str) -> T:
     """Read one document of type ``kind``; ``place`` (a file name) starts every message.
 
     Raises InputError in one line: truncated or malformed JSON, another format or version, unknown
@@ -131,8 +136,9 @@ def parse(kind: type[T], text: str | bytes, place: str, format_name: str, versio
         raise InputError(f"{place}: {error}") from None
     except ValueError as error:
         raise InputError(f"{place}: {not_json(_decoded(text), error)}") from None
-    if not isinstance(data, dict) or data.get("format") != format_name:
-        raise InputError(f"{place}: expected a {format_name!r} document, found {_shown(data)}")
+    expected, version = format_name(kind), kind.__dataclass_fields__["version"].default  # type: ignore[attr-defined]
+    if not isinstance(data, dict) or data.get("format") != expected:
+        raise InputError(f"{place}: expected a {expected!r} document, found {_shown(data)}")
     if data.get("version") != version or type(data["version"]) is not int:  # true == 1
         raise InputError(
             f"{place}: version {data.get('version')!r} is not known; this release reads {version}"
@@ -164,9 +170,9 @@ def _require_single_keys(pairs: list[tuple[str, Any]]) -> None:
         raise InputError(f"the field {twice!r} appears twice in one object")
 
 
-def read(kind: type[T], path: str | os.PathLike[str], format_name: str, version: int) -> T:
+def read(kind: type[T], path: str | os.PathLike[str]) -> T:
     """Read the document at ``path``; see :func:`parse`."""
-    return parse(kind, read_text(path), str(path), format_name, version)
+    return parse(kind, read_text(path), str(path))
 
 
 def format_of(path: str | os.PathLike[str]) -> str | None:

@@ -43,8 +43,6 @@ class LayerSizes:
         _require_layers(self, f"tensor degree {self.tensor}", names)
 
 
-FORMAT: Literal["stagewright-layer-profiles"] = "stagewright-layer-profiles"
-VERSION: Literal[1] = 1
 _MAX_DEGREE = 1 << 12
 _PRECISIONS = ("fp32", "fp16", "bf16")
 
@@ -115,8 +113,8 @@ class LayerProfiles:
     measured: tuple[Measured, ...]
     sizes: tuple[LayerSizes, ...] = ()
     precision: str = "fp32"
-    format: Literal["stagewright-layer-profiles"] = FORMAT
-    version: Literal[1] = VERSION
+    format: Literal["stagewright-layer-profiles"] = "stagewright-layer-profiles"
+    version: Literal[1] = 1
 
     def __post_init__(self) -> None:
         if not self.measured:
@@ -225,7 +223,7 @@ def _listed(values: Iterable[object]) -> str:
 
 def load_layer_profiles(path: str | os.PathLike[str]) -> LayerProfiles:
     """Read a document of layer profiles; raises InputError, with one line, if it is not valid."""
-    return documents.read(LayerProfiles, path, FORMAT, VERSION)
+    return documents.read(LayerProfiles, path)
 
 
 def save_layer_profiles(profiles: LayerProfiles, path: str | os.PathLike[str]) -> None:

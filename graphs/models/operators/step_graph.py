@@ -13,8 +13,6 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_amount, require_count
 
-FORMAT: Literal["stagewright-graph"] = "stagewright-graph"
-VERSION: Literal[1] = 1
 _MAX_OPERATORS = 1_000_000
 
 Role = Literal["input", "state", "forward", "backward", "update"]
@@ -172,8 +170,8 @@ class StepGraph:
     source: str
     samples: int
     nodes: tuple[Node, ...]
-    format: Literal["stagewright-graph"] = FORMAT
-    version: Literal[1] = VERSION
+    format: Literal["stagewright-graph"] = "stagewright-graph"
+    version: Literal[1] = 1
 
     def __post_init__(self) -> None:
         require_count(len(self.nodes), "operators", _MAX_OPERATORS)
@@ -240,7 +238,7 @@ def _dangling(node: Node, known: Mapping[str, int]) -> Iterator[str]:
 
 def load_graph(path: str | os.PathLike[str]) -> StepGraph:
     """Read a graph document; raises InputError, with one line, if it is not valid."""
-    return documents.read(StepGraph, path, FORMAT, VERSION)
+    return documents.read(StepGraph, path)
 
 
 def save_graph(graph: StepGraph, path: str | os.PathLike[str]) -> None:
