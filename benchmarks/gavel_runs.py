@@ -224,7 +224,7 @@ def read_outcomes(path: Path) -> Outcomes:
 
 def write_outcomes(path: Path, found: Outcomes) -> None:
     entries = [{"case": asdict(case), "outcome": asdict(one)} for case, one in found.items()]
-    documents.write_text(path, json.dumps(entries))
+    documents.write_file(path, json.dumps(entries))
 
 
 def _tuples(kind: Callable[..., T], fields: dict[str, object]) -> T:

@@ -1,7 +1,5 @@
 """Drawings of a placement of operators: rows for each device and for its transfers."""
 
-import json
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -9,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagewright.executor.drawing.charts.chart import MAX_OUTLINED_BLOCKS, WIDTH_INCHES
 from stagewright.executor.drawing.charts.figures import bare_rows, save, stacked_axes
+from stagewright.executor.drawing.chrome import trace_text
 from stagewright.executor.drawing.colours import (
     CRITICAL_COLOUR,
     DARK_COLOURS,
@@ -20,7 +19,6 @@ from stagewright.executor.drawing.timeline import time_unit
 from stagewright.executor.drawing.web.render import render
 from stagewright.formulations.operators.plan import OperatorPlan, loads_of
 from stagewright.formulations.plans.actions import ActionKind
-from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -99,21 +97,9 @@ def end_of(plan: OperatorPlan) -> float:
     return max(one.finish_seconds for one in plan.operators)
 
 
-def write_png(plan: OperatorPlan, path: str | os.PathLike[str]) -> None:
-    """Draw the placement and write it to ``path`` atomically."""
-    documents.write_bytes(path, png(plan))
-
-
 def png(plan: OperatorPlan) -> bytes:
     """The placement as a PNG; the critical path is marked at the foot of the rows."""
     return stacked_png((plan,), (headline(plan),))
-
-
-def write_stacked_png(
-    plans: Sequence[OperatorPlan], titles: Sequence[str], path: str | os.PathLike[str]
-) -> None:
-    """Draw placements one above the other and write them to ``path`` atomically."""
-    documents.write_bytes(path, stacked_png(plans, titles))
 
 
 def stacked_png(plans: Sequence[OperatorPlan], titles: Sequence[str]) -> bytes:
@@ -187,11 +173,6 @@ def _kinds(rows: Sequence[Lane]) -> list[str]:
     return [kind for kind in _COLOURS if kind in found]
 
 
-def write_html(plan: OperatorPlan, path: str | os.PathLike[str]) -> None:
-    """Write a page, which works offline, to ``path`` atomically."""
-    documents.write_text(path, page(plan))
-
-
 def page(plan: OperatorPlan) -> str:
     """The page's HTML: timeline, bounds, devices and splits."""
     devices, end = loads_of(plan), end_of(plan) or 1.0
@@ -259,11 +240,6 @@ def drawing(plan: OperatorPlan) -> Drawing:
     return Drawing(rows, kinds, end_of(plan), unit, scale, marks)
 
 
-def write_trace(plan: OperatorPlan, path: str | os.PathLike[str]) -> None:
-    """Write a trace in Chrome's event format, which Perfetto reads, to ``path`` atomically."""
-    documents.write_text(path, chrome_trace(plan))
-
-
 def chrome_trace(plan: OperatorPlan) -> str:
     """The placement in Chrome's trace event format; times in microseconds."""
     processes = {"device": (1, "devices"), "sends": (2, "transfers")}
@@ -279,7 +255,4 @@ def chrome_trace(plan: OperatorPlan) -> str:
              "dur": bar.seconds * 1e6, "args": {"critical": bar.critical}}
             for bar in row.bars
         ]  # fmt: skip
-    other = {"model": plan.model, "cluster": plan.cluster, "planner": plan.planner}
-    return json.dumps(
-        {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}, separators=(",", ":")
-    )
+    return trace_text(plan, events)

@@ -1,6 +1,5 @@
 """A plan as one self-contained HTML page: timeline, memory, bounds and stages; works offline."""
 
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ from stagewright.formulations.checking.certificates import headlines
 from stagewright.formulations.plans.actions import ActionKind, Operation, parse_operation
 from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan
 from stagewright.formulations.plans.plan_class import class_of
-from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.units import counted, format_bytes, format_seconds
 from stagewright.graphs.machines.cluster import Cluster
 
@@ -167,13 +165,6 @@ _SHARE_COLOURS = (
     "#4f9d9d",
     "#a8a04b",
 )
-
-
-def write_html(
-    plan: PipelinePlan, path: str | os.PathLike[str], cluster: Cluster | None = None
-) -> None:
-    """Write the page to ``path`` atomically; with a cluster, its links are drawn too."""
-    documents.write_text(path, page(plan, cluster))
 
 
 def page(plan: PipelinePlan, cluster: Cluster | None = None) -> str:

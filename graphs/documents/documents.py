@@ -239,20 +239,17 @@ def write(kind: type[T], document: T, path: str | os.PathLike[str], what: str = 
     Raises InputError if ``document`` has another type, or the file cannot be written.
     """
     require_type(document, kind, "the document")
-    write_bytes(path, to_json(document).encode(), what)
+    write_file(path, to_json(document), what)
 
 
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write ``text`` to ``path`` atomically: a reader sees the old file or the complete new one."""
-    write_bytes(path, text.encode())
+def write_file(path: str | os.PathLike[str], content: str | bytes, what: str = "the file") -> None:
+    """Write ``content`` to ``path`` atomically: a reader sees the old file or the complete new one.
 
-
-def write_bytes(path: str | os.PathLike[str], data: bytes, what: str = "the file") -> None:
-    """Write ``data`` to ``path`` atomically, as :func:`write_text` does; ``what`` it is.
-
-    Pipes, devices and the file of standard output are written directly.
+    ``what`` it is, for messages. Pipes, devices and the file of standard output are written
+    directly.
     """
     path = file_name(path)
+    data = content.encode() if isinstance(content, str) else content
     try:
         if is_standard_output(path):
             sys.stdout.flush()

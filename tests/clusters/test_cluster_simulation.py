@@ -377,7 +377,7 @@ def test_pictures(tmp_path: Path) -> None:
     timeline = simulate_cluster(jobs, UNIT, pool, equal, keep_assignments=True)
     draw_rounds(timeline, tmp_path / "rounds.svg")
     draw_utilisation(timeline, tmp_path / "busy.png")
-    draw_jct_cdf({"equal": timeline, "again": timeline}, tmp_path / "jct.pdf")
+    draw_jct_cdf(timeline, "equal", tmp_path / "jct.pdf")
     picture = (tmp_path / "rounds.svg").read_text()
     assert picture.count("<path") > len(timeline.rounds)
     assert all(f"<!-- {n}  job{n} -->" in picture for n in range(24))

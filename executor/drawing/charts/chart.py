@@ -1,6 +1,5 @@
 """A plan's timeline as a PNG picture."""
 
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from heapq import nlargest
@@ -50,7 +49,6 @@ from stagewright.executor.simulation.explanation import (
 )
 from stagewright.executor.simulation.idle import IdleCause
 from stagewright.formulations.plans.plan import PipelinePlan
-from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.units import counted
 
 if TYPE_CHECKING:
@@ -67,11 +65,6 @@ _MIN_LINK_ROWS = 8  # that are always drawn; of more, the busiest up to half the
 _HEADING_ROWS = 1.0  # height of the period names above the rows, in row heights
 STRIP = 0.12  # height of the mark of the critical path
 MAX_OUTLINED_BLOCKS = 120  # per row; white outlines around more would hide the thin ones
-
-
-def write_png(plan: PipelinePlan, path: str | os.PathLike[str]) -> None:
-    """Draw the schedule and write it to ``path`` atomically."""
-    documents.write_bytes(path, png(plan))
 
 
 def png(plan: PipelinePlan) -> bytes:
@@ -292,13 +285,6 @@ def draw_legend(
     axes.figure.legend(
         handles=handles, loc="outside lower center", ncols=11, frameon=False, fontsize=8
     )
-
-
-def write_stacked_png(
-    plans: Sequence[PipelinePlan], titles: Sequence[str], path: str | os.PathLike[str]
-) -> None:
-    """Draw the schedules one above the other and write them to ``path`` atomically."""
-    documents.write_bytes(path, stacked_png(plans, titles))
 
 
 def stacked_png(plans: Sequence[PipelinePlan], titles: Sequence[str]) -> bytes:

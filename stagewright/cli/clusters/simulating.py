@@ -163,7 +163,7 @@ def _draw(found: "ClusterTimeline", policy: str, given: SimulateClusterOptions) 
     if given.png is not None:
         draw_rounds(found, given.png)
     if given.completion_png is not None:
-        draw_jct_cdf({policy: found}, given.completion_png)
+        draw_jct_cdf(found, policy, given.completion_png)
     if given.utilisation_png is not None:
         draw_utilisation(found, given.utilisation_png)
 

@@ -171,7 +171,7 @@ def _write(
     if given.output is None:
         print(to_json(document), end="")
         return 0
-    documents.write_text(given.output, to_json(document))
+    documents.write_file(given.output, to_json(document))
     if given.as_json:
         print_json(told | {"file": str(given.output)} | more)
         return 0

@@ -21,7 +21,7 @@ from stagewright.cli.options import Printed, Served, Written
 from stagewright.cli.outputs import Writes, is_document
 from stagewright.cli.solving import find
 from stagewright.formulations.parallelism.document import load_layout, save_layout
-from stagewright.graphs.documents.documents import write_bytes
+from stagewright.graphs.documents.documents import write_file
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.layouts.configured import MemoryInputs, TrainPlanInputs
 from stagewright.service.layouts.requests import LayoutAnswer, LayoutMemoryAnswer, LayoutRequest
@@ -200,7 +200,7 @@ def _draw(answer: LayoutAnswer, request: LayoutRequest, name: str, png: Path) ->
 
     fabric, batch = request.problem.fabric, request.problem.batch
     title = f"{name} on {fabric.devices} {fabric.device}, batch {batch}"
-    write_bytes(png, front_png(answer.front, fabric.memory_bytes, title))
+    write_file(png, front_png(answer.front, fabric.memory_bytes, title))
 
 
 class MemoryOptions(MemoryInputs, PictureOptions, Printed, Served):
@@ -239,7 +239,7 @@ def memory(command_line: typer.Context, given: MemoryOptions) -> int:
     if given.png is not None:
         from stagewright.executor.drawing.charts.layouts import memory_png
 
-        write_bytes(given.png, memory_png(answer.ranks, answer.memory_bytes, answer.layout))
+        write_file(given.png, memory_png(answer.ranks, answer.memory_bytes, answer.layout))
 
     def show(answer: LayoutMemoryAnswer) -> None:
         print_memory(answer.ranks, answer.memory_bytes)

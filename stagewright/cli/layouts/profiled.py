@@ -11,7 +11,7 @@ from stagewright.cli.commands import ask, spelling
 from stagewright.cli.console import kept, percent, print_answer, print_table, say, tell
 from stagewright.cli.options import read_by_kind, read_groups
 from stagewright.cli.solving import find
-from stagewright.graphs.documents.documents import format_name, format_of, read_text, write_bytes
+from stagewright.graphs.documents.documents import format_name, format_of, read_text, write_file
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import counted, format_seconds
 
@@ -284,7 +284,7 @@ def _draw(png: Path, title: str, answer: "ProfiledAnswer") -> None:
     from stagewright.executor.drawing.charts.layouts import stages_png
 
     seconds = format_seconds(answer.iteration_seconds or 0.0)
-    write_bytes(png, stages_png(answer.stages, f"{title}: {seconds} per iteration"))
+    write_file(png, stages_png(answer.stages, f"{title}: {seconds} per iteration"))
 
 
 def _print(name: str, batch: int, answer: "ProfiledAnswer") -> None:
