@@ -19,8 +19,14 @@ from functools import partial
 
 import numpy as np
 
-from stagewright.executor.clusters.outages import DownAccelerators, Outage, Peekable
-from stagewright.executor.clusters.rates import RatePlace, corrected, place_of_rate
+from stagewright.executor.clusters.rates import (
+    DownAccelerators,
+    Outage,
+    Peekable,
+    RatePlace,
+    corrected,
+    place_of_rate,
+)
 from stagewright.executor.clusters.rounds import Assignment, Mechanism
 from stagewright.executor.clusters.timeline import (
     HOUR,

@@ -19,11 +19,11 @@ from stagewright.executor.programs.program import Row
 from stagewright.executor.training.data.batches import (
     Batch,
     mapped_batch,
+    pair,
     require_as_many,
     tensors_of_batch,
     typed_inputs,
 )
-from stagewright.executor.training.data.passes import pair
 from stagewright.executor.training.interpreter.exchange import RECV_F, StageExchange
 from stagewright.executor.training.interpreter.last_stage import Iterations
 from stagewright.executor.training.losses import Loss, read_measure

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from stagewright.executor.clusters.outages import outages
-from stagewright.executor.clusters.rates import RatePlace
+from stagewright.executor.clusters.rates import RatePlace, outages
 from stagewright.executor.clusters.simulation import ClusterState
 from stagewright.executor.clusters.simulation import simulate_cluster as simulate
 from stagewright.executor.clusters.timeline import MOST_ROUNDS, ClusterRules, ClusterTimeline

@@ -7,8 +7,13 @@ from importlib import import_module
 from typing import Any, overload
 
 from stagewright.formulations.forms.answers import Answer, Limits, OnProgress, silent
-from stagewright.formulations.forms.disjunctive import by_disjunctions, starts_of
-from stagewright.formulations.forms.models import Convex, Intervals, LinearProgram
+from stagewright.formulations.forms.models import (
+    Convex,
+    Intervals,
+    LinearProgram,
+    by_disjunctions,
+    starts_of,
+)
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError
 

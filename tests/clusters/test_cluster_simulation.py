@@ -15,7 +15,7 @@ from profiles import examples
 from strategies_allocation import Case, random_case
 from tokens import After
 
-from stagewright.executor.clusters.outages import Outage, outages
+from stagewright.executor.clusters.rates import Outage, outages
 from stagewright.executor.clusters.simulation import Allocate, ClusterState, simulate_cluster
 from stagewright.executor.clusters.timeline import ClusterRules, ClusterTimeline
 from stagewright.executor.drawing.charts.cluster import (

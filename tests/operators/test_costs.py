@@ -26,13 +26,13 @@ from stagewright.graphs.models.operators.cost_book import (
     Sent,
     known_as,
 )
-from stagewright.graphs.models.operators.data_parallel import data_parallel
 from stagewright.graphs.models.operators.step_graph import (
     DividedTimes,
     Node,
     Output,
     Split,
     StepGraph,
+    data_parallel,
 )
 from stagewright.service.operators.rounds import OperatorRounds
 from stagewright.solvers.operators.greedy import _listed

@@ -14,10 +14,12 @@ from stagewright.executor.export.layouts.core import STRATEGIES
 from stagewright.executor.export.layouts.megatron import NORMS
 from stagewright.executor.export.runs.arguments import (
     Arguments,
+    LaunchScript,
     TrainingRun,
     by_name,
     data_degree,
     division,
+    read_script,
 )
 from stagewright.executor.export.runs.megatron_hybrid import (
     POSITIONS,
@@ -28,7 +30,6 @@ from stagewright.executor.export.runs.megatron_hybrid import (
     read_stated,
     read_traits,
 )
-from stagewright.executor.export.runs.shell import LaunchScript, read_script
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.graphs.documents.errors import InputError, naming
 from stagewright.graphs.machines.stack_memory import STACK_MEMORY

@@ -29,7 +29,7 @@ from stagewright.executor.training.stages.weights import operator_seed
 from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.formulations.plans.actions import Action, ActionKind
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
-from stagewright.graphs.models.operators.data_parallel import Weights, data_parallel
+from stagewright.graphs.models.operators.step_graph import Weights, data_parallel
 
 
 def replicas_of(plan: OperatorPlan) -> int:

@@ -1,7 +1,6 @@
 """SPP's baselines (V-A): data parallelism, GPipe without replication, and PipeDream's partition.
 
-PipeDream's has a synchronous barrier (thesis 2.4.1; baseline iii).
-What the recurrence leaves out is in the plan, which the cost model prices: transfers that share a
+PipeDream's has a synchronous barrier (thesis 2.4.1; baseline iii). What the recurrence leaves out is in the plan, which the cost model prices: transfers that share a
 channel, the activations of microbatches in flight, shares of a microbatch that are uneven, and the
 drain at the end of an iteration.
 """
@@ -52,12 +51,17 @@ def plan_dp(problem: PipelineProblem, limits: Limits, on_progress: OnProgress) -
     layers = len(problem.chain)
     devices = range(min(len(problem.cluster), problem.most_replicas(0, layers)))
     whole = (StageChoice(0, layers, tuple(devices)),)
-    scheduling = makespan_problem(problem, whole)
+    return _flushed(problem, whole)
+
+
+def _flushed(problem: PipelineProblem, stages: tuple[StageChoice, ...]) -> Proposal | NoPlan:
+    """The stages scheduled by 1F1B, which keeps every limit, with a flush per iteration."""
+    scheduling = makespan_problem(problem, stages)
     if scheduling is None:
-        return NoPlan(shortage(problem, whole))
+        return NoPlan(shortage(problem, stages))
     times = list_schedule(scheduling, "1f1b")
-    assert times is not None  # 1F1B keeps every limit
-    return proposal_of(problem, named_stages(problem, whole), times)
+    assert times is not None
+    return proposal_of(problem, named_stages(problem, stages), times)
 
 
 DP = UniformPlanner(
@@ -177,12 +181,7 @@ def plan_pipedream(
         replace(one, devices=one.devices[: problem.most_replicas(one.start, one.stop)])
         for one in partition(problem)
     )
-    scheduling = makespan_problem(problem, stages)
-    if scheduling is None:
-        return NoPlan(shortage(problem, stages))
-    times = list_schedule(scheduling, "1f1b")
-    assert times is not None  # 1F1B keeps every limit
-    return proposal_of(problem, named_stages(problem, stages), times)
+    return _flushed(problem, stages)
 
 
 class RecurrenceOptimum(NamedTuple):

@@ -73,7 +73,7 @@ def profile(given: ProfileOptions) -> int:
     from stagewright.executor.measuring.machine import MeasuringMachine
     from stagewright.executor.measuring.profiling import first_batch
     from stagewright.executor.measuring.whole_models import Profiled, mean_of_ranks
-    from stagewright.executor.training.data.passes import pair
+    from stagewright.executor.training.data.batches import pair
     from stagewright.executor.training.losses import MIXED, loss_of_run
     from stagewright.executor.training.ranks.endings import said_notices
 
@@ -241,7 +241,7 @@ def capture(given: CaptureOptions) -> int:
     from stagewright.executor.measuring.profiling import first_batch, measure_operators
     from stagewright.executor.training.losses import cross_entropy
     from stagewright.graphs.machines.devices import accelerator, read_kind
-    from stagewright.graphs.models.operators.data_parallel import data_parallel
+    from stagewright.graphs.models.operators.step_graph import data_parallel
 
     kinds = [accelerator(read_kind(kind)) for kind in (given.device or "").split(",") if kind]
     make = load_factory(given.module, "--module")

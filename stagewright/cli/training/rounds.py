@@ -176,7 +176,7 @@ def _captured(given: TrainOptions) -> "StepGraph":
     from stagewright.executor.capture.steps.step import capture_step, share_of, without_values
     from stagewright.executor.measuring.profiling import first_batch
     from stagewright.executor.training.losses import cross_entropy
-    from stagewright.graphs.models.operators.data_parallel import data_parallel
+    from stagewright.graphs.models.operators.step_graph import data_parallel
 
     of_outputs = cross_entropy if given.loss is None else load_factory(given.loss, "--loss")
     batch = share_of(first_batch(load_factory(given.data, "--data")()), given.replicas, 0)
