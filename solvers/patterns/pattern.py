@@ -8,6 +8,7 @@ satisfy every rule and reported bounds are proved, independent of a solver's tol
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 
 from stagewright.formulations.forms.answers import Limits, Status, silent

@@ -1,4 +1,4 @@
-"""Mini-batches of a user, and those of a run: tensors, tuples or keywords of them, samples first."""
+"""Mini-batches of a user and of a run: tensors, tuples or keywords of them, samples first."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,8 +1,8 @@
 """SPP's baselines (V-A): data parallelism, GPipe without replication, and PipeDream's partition.
 
-PipeDream's has a synchronous barrier (thesis 2.4.1; baseline iii). What the recurrence leaves out is in the plan, which the cost model prices: transfers that share a
-channel, the activations of microbatches in flight, shares of a microbatch that are uneven, and the
-drain at the end of an iteration.
+PipeDream's has a synchronous barrier (thesis 2.4.1; baseline iii). What the recurrence leaves out
+is in the plan, which the cost model prices: transfers that share a channel, the activations of
+microbatches in flight, uneven shares of a microbatch, and the drain at the end of an iteration.
 """
 
 from collections.abc import Sequence
