@@ -58,8 +58,8 @@ def read_metis(folder: str | os.PathLike[str]) -> LayerProfiles:
     measured = [_measured(file, found) for file, found in read.items()]
     model = read[files[0]].model.model_name
     source = (
-        f"measured: Metis profiles of {model}; the forward is taken as {_FORWARD_SHARE:.3g} of a layer's "
-        "time, the optimizer's step divided by parameters"
+        f"measured: Metis profiles of {model}; the forward is taken as {_FORWARD_SHARE:.3g} of a "
+        "layer's time, the optimizer's step divided by parameters"
     )
     with naming(folder):
         return LayerProfiles(model, source, tuple(measured))
