@@ -302,11 +302,14 @@ def link_stages(action: Action) -> tuple[int, ...]:
     return first, first + 1
 
 
-def plan_drawing(plan: PipelinePlan, found: PlanExplanation | None) -> Drawing:
-    """The timeline of a plan: identical devices in one lane."""
+def plan_drawing(
+    plan: PipelinePlan, found: PlanExplanation | None, rows: Sequence[Row] = ()
+) -> Drawing:
+    """The timeline of a plan in ``rows``, by default all, with identical devices in one lane."""
     end = finish_seconds(plan)
     unit, scale = time_unit(end)
-    rows, critical = fold(timeline(plan, max_device_rows=None)), critical_actions(found)
+    rows = rows or fold(timeline(plan, max_device_rows=None))
+    critical = critical_actions(found)
     return Drawing(
         lanes=tuple(
             _lane(row, critical, idle, is_bottleneck(row, found))

@@ -3,15 +3,13 @@
 Later chunks of a device, and the second direction, are drawn in lighter colours.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from stagewright.executor.drawing.charts.chart import WIDTH_INCHES, draw_legend, draw_row
+from stagewright.executor.drawing.charts.chart import lanes_png
 from stagewright.executor.drawing.charts.figures import (
-    MAX_HEIGHT_INCHES,
     bare,
-    bare_rows,
     new_figure,
     save,
 )
@@ -30,7 +28,7 @@ from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.schedules.timing import TimedOrder
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    pass
 
 
 HEIGHT_PIXELS = 460
@@ -110,7 +108,6 @@ def curve_chart(curve: Curve) -> Chart:
 
 
 TEMPLATE = "schedules.html.jinja"
-ROW_INCHES = 0.22
 _LIGHTEST = 0.42  # share of white in the colour of a device's last chunk
 
 
@@ -142,22 +139,7 @@ def panel(title: str, timed: TimedOrder, bound: float | None = None) -> Panel:
 
 def schedules_png(panels: Sequence[Panel]) -> bytes:
     """A PNG of the schedules."""
-    height = min(MAX_HEIGHT_INCHES, 1.1 + ROW_INCHES * _lines(panels))
-    figure = new_figure(WIDTH_INCHES, height)
-    axes = figure.add_subplot()
-    for y, one in _placed(panels):
-        axes.text(0, y, one.title, va="center", fontsize=9, fontweight="bold")
-        for i, (row, shades) in enumerate(zip(one.rows, one.shades, strict=True), start=1):
-            pairs = zip(row.blocks, shades, strict=True)
-            colours = [_colour(block.action.kind, shade) for block, shade in pairs]
-            draw_row(axes, y + i, row, 1.0, _end(panels), colours)
-        if one.bound is not None:
-            axes.vlines(one.bound, y + 0.5, y + len(one.rows) + 0.5, color=CRITICAL_COLOUR, lw=1.2,
-                        ls="--")  # fmt: skip
-    _dress(axes, panels)
-    bounded = any(one.bound is not None for one in panels)
-    draw_legend(axes, [row for one in panels for row in one.rows], bounded)
-    return save(figure)
+    return lanes_png([schedules_drawing(panels)], [""], [""])
 
 
 def schedules_page(
@@ -209,31 +191,6 @@ def _bar(block: Block, shade: float) -> Bar:
 def _kind(kind: ActionKind, shade: float) -> BarKind:
     dark = mixed(DARK_COLOURS[kind], "#ffffff", _LIGHTEST * shade)
     return BarKind(KIND_NAMES[kind], _colour(kind, shade), dark)
-
-
-def _dress(axes: "Axes", panels: Sequence[Panel]) -> None:
-    ticks = _ticks(panels)
-    axes.set_yticks([*ticks], [*ticks.values()], fontsize=8)
-    axes.set_xlim(0, _end(panels) * 1.005 or 1.0)
-    axes.set_xlabel("time")
-    bare_rows(axes, _lines(panels))
-
-
-def _placed(panels: Sequence[Panel]) -> Iterator[tuple[int, Panel]]:
-    """Every schedule with the line of its title; its rows follow."""
-    y = 0
-    for one in panels:
-        yield y, one
-        y += 1 + len(one.rows)
-
-
-def _lines(panels: Sequence[Panel]) -> int:
-    return sum(1 + len(one.rows) for one in panels)
-
-
-def _ticks(panels: Sequence[Panel]) -> dict[int, str]:
-    """The name of every device by its line."""
-    return {y + i: row.name for y, one in _placed(panels) for i, row in enumerate(one.rows, 1)}
 
 
 def _end(panels: Sequence[Panel]) -> float:
