@@ -31,7 +31,7 @@ from benchmarks.ranks import CPU
 from benchmarks.report import Table
 from stagewright.executor.capture.layers import LayeredModel
 from stagewright.executor.measuring.whole_models import captured_by_size, check_capture
-from stagewright.executor.training.data.passes import pair
+from stagewright.executor.training.data.batches import pair
 from stagewright.executor.training.losses import loss_of_run
 from stagewright.executor.training.runtime import Executor
 from stagewright.formulations.plans.plan import PipelinePlan, Schedule, ScheduledAction, Stage

@@ -19,8 +19,11 @@ from stagewright.formulations.backprop.regions import Streams, regions_of
 from stagewright.formulations.backprop.training import Layers, data_parallel, training
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.solvers.backprop.exact import best_list_schedule, solve
-from stagewright.solvers.backprop.list_scheduling import list_schedule
-from stagewright.solvers.backprop.regions import joint_schedule, reverse_search
+from stagewright.solvers.backprop.list_scheduling import (
+    joint_schedule,
+    list_schedule,
+    reverse_search,
+)
 from stagewright.solvers.planners.ooo import modulo_devices
 
 LIMITS = Limits(seconds=5, threads=1, seed=0)

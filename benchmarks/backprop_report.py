@@ -26,8 +26,7 @@ from stagewright.formulations.backprop.orders import conventional, reverse_first
 from stagewright.formulations.backprop.regions import Streams
 from stagewright.formulations.backprop.training import Layers, data_parallel, training
 from stagewright.solvers.backprop.exact import best_list_schedule
-from stagewright.solvers.backprop.list_scheduling import list_schedule
-from stagewright.solvers.backprop.regions import schedule_streams
+from stagewright.solvers.backprop.list_scheduling import list_schedule, schedule_streams
 from stagewright.solvers.planners.ooo import modulo_devices
 
 Row = tuple[object, ...]

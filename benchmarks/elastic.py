@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from benchmarks.gavel_runs import DATA, HOUR, MISSING, SEED, SMALL, measured
 from benchmarks.report import FIGURES, Table
 from stagewright.executor.clusters.rounds import Mechanism
-from stagewright.executor.clusters.rules import ClusterRules
 from stagewright.executor.clusters.simulation import simulate_cluster
+from stagewright.executor.clusters.timeline import ClusterRules
 from stagewright.formulations.clusters.allocation import AllocationProblem, problem_of
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.workloads.jobs import Job, Rate, Throughputs, Workload

@@ -42,9 +42,8 @@ from stagewright.executor.export import export
 from stagewright.executor.programs.lower import lower
 from stagewright.executor.programs.program import Instruction, rows, stages_on
 from stagewright.executor.training.interpreter.exchange import Boundary, schedule_gloo
-from stagewright.executor.training.interpreter.graph import Joint
 from stagewright.executor.training.interpreter.interpreter import Interpreter
-from stagewright.executor.training.interpreter.streams import OneStream
+from stagewright.executor.training.interpreter.streams import Joint, OneStream
 from stagewright.executor.training.ranks.rank import Rank, RankProgram
 from stagewright.executor.training.runtime import Executor
 from stagewright.executor.training.stages.stage import Gradients, Seed, StageComputation, Tensors

@@ -23,11 +23,10 @@ from stagewright.formulations.operators.plan import operator_problem
 from stagewright.formulations.operators.problem import GraphTimes, OperatorProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers
-from stagewright.graphs.models.operators.data_parallel import data_parallel
-from stagewright.graphs.models.operators.step_graph import StepGraph
-from stagewright.solvers.operators.bounds import bounds_of
+from stagewright.graphs.models.operators.step_graph import StepGraph, data_parallel
 from stagewright.solvers.operators.greedy import replica_numbers
 from stagewright.solvers.operators.os_dpos import SplitResult, os_dpos
+from stagewright.solvers.operators.ranks import bounds_of
 from stagewright.solvers.operators.search import METHODS, best_list_schedule, search
 
 KIND, MEMORY = "v100", 16e9

@@ -19,9 +19,8 @@ from typing import Literal
 
 from rich.progress import track
 
-from stagewright.executor.clusters.rules import ClusterRules
 from stagewright.executor.clusters.simulation import simulate_cluster
-from stagewright.executor.clusters.timeline import ClusterTimeline
+from stagewright.executor.clusters.timeline import ClusterRules, ClusterTimeline
 from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.gavel import read_throughputs, read_trace

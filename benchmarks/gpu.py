@@ -24,7 +24,7 @@ from benchmarks.report import Table
 from stagewright.executor.measuring.machine import MeasuringMachine
 from stagewright.executor.measuring.profiling import measure_layers
 from stagewright.executor.measuring.whole_models import captured_by_size
-from stagewright.executor.training.data.passes import pair
+from stagewright.executor.training.data.batches import pair
 from stagewright.executor.training.losses import cross_entropy, own_loss
 from stagewright.executor.training.runtime import Executor
 from stagewright.formulations.backprop.orders import OutOfOrder

@@ -99,7 +99,7 @@ def layers(folder: Path, quick: bool) -> Iterator[Table]:
     for path in sorted(folder.glob("measured-*.json")):
         request = anchoring.AnchoredRequest(timed=read_timed_layers(path))
         rates = anchoring.rates_of_timings(request).document
-        documents.write_text(
+        documents.write_file(
             folder / path.name.replace("measured", "rates"), documents.to_json(rates)
         )
     yield from anchored.tables_of(folder)

@@ -19,7 +19,6 @@ from benchmarks.spec import BenchSpec
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.operators.problem import Contention, GraphTimes, OperatorProblem
 from stagewright.graphs.documents.arrays import Ints
-from stagewright.solvers.operators.bounds import bounds_of
 from stagewright.solvers.operators.exact import EVALUATIONS, solve_exactly
 from stagewright.solvers.operators.insertion import (
     by_devices,
@@ -30,7 +29,7 @@ from stagewright.solvers.operators.insertion import (
     mean_ranks,
     peft,
 )
-from stagewright.solvers.operators.ranks import arrays_of, transfers
+from stagewright.solvers.operators.ranks import arrays_of, bounds_of, transfers
 from stagewright.solvers.operators.search import METHODS, SLOW, best_list_schedule, search
 
 LIMITS = Limits(seconds=8, threads=1, seed=0)

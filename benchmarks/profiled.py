@@ -1,7 +1,7 @@
 """Measured plans and their prediction from layer profiles: ``python -m benchmarks profiled``."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -44,8 +44,8 @@ SAILOR_SAME = ("Sailor's simulator, this profile", 0.1601, 0.4568, None, None, N
 
 def profiles() -> LayerProfiles:
     """OPT-350M on all kinds of devices."""
-    sizes = [OPT_350M.sizes(tensor) for tensor in (1, 2, 4, 8)]
-    return read_sailor(INPUTS / "profiles" / "OPT-350", sizes=sizes)
+    sizes = tuple(OPT_350M.sizes(tensor) for tensor in (1, 2, 4, 8))
+    return replace(read_sailor(INPUTS / "profiles" / "OPT-350"), sizes=sizes)
 
 
 # The measured plans.

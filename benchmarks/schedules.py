@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.report import Table
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Objective
-from stagewright.formulations.schedules.placements import v_shape
+from stagewright.formulations.schedules.order import v_shape
 from stagewright.solvers.pipelines.rows.search import compile_row_kernels
 from stagewright.solvers.pipelines.scheduling import ScheduleResult, solve_schedule
 

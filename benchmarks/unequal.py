@@ -19,8 +19,7 @@ from stagewright.formulations.pipelines.windows import stage_times, timetable_of
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.structure import Structure
-from stagewright.formulations.schedules.order import Order
-from stagewright.formulations.schedules.placements import Device, placed
+from stagewright.formulations.schedules.order import Device, Order, placed
 from stagewright.formulations.schedules.published.kinds import KINDS, Sizes, schedule_of
 from stagewright.formulations.schedules.timing import ActivationMemory
 from stagewright.graphs.documents.errors import InputError

@@ -88,7 +88,7 @@ def main() -> None:
             f"{share.job} on {share.worker}: {share.measured:.2f} of the time, "
             f"planned {share.target:.2f}"
         )
-    documents.write_text(options.folder / "report.json", documents.to_json(report))
+    documents.write_file(options.folder / "report.json", documents.to_json(report))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from stagewright.cli.factories import load_factory
-from stagewright.executor.training.data.passes import mini_batches
+from stagewright.executor.training.data.batches import mini_batches
 
 LEARNING_RATE, MOMENTUM = 0.1, 0.9
 TOLERANCE = 1e-6  # relative to a parameter's norm

@@ -13,6 +13,7 @@ from stagewright.formulations.parallelism.document import LayoutPlan
 from stagewright.formulations.parallelism.profiles.document import ProfiledDocument
 from stagewright.formulations.parallelism.trials import Tuning
 from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.graphs.documents.documents import format_name
 from stagewright.graphs.importers.timed_layers import TimedLayers
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.machines.devices import Accelerator
@@ -28,27 +29,13 @@ from stagewright.graphs.workloads.prices import Market
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 DOCUMENTS: dict[str, type] = {
-    "model": Chain,
-    "cluster": Cluster,
-    "device": Accelerator,
-    "rates": RateSet,
-    "timed-layers": TimedLayers,
-    "plan": PipelinePlan,
-    "trace": Trace,
-    "layout": LayoutPlan,
-    "tuning": Tuning,
-    "layer-profiles": LayerProfiles,
-    "profiled-plan": ProfiledDocument,
-    "graph": StepGraph,
-    "operators": OperatorPlan,
-    "costs": CostBook,
-    "jobs": Workload,
-    "pool": Pool,
-    "allocation": AllocationPlan,
-    "round": ClusterRound,
-    "cluster-report": ClusterReport,
-    "prices": Market,
-}
+    format_name(kind).removeprefix("stagewright-"): kind
+    for kind in (
+        Chain, Cluster, Accelerator, RateSet, TimedLayers, PipelinePlan, Trace, LayoutPlan, Tuning,
+        LayerProfiles, ProfiledDocument, StepGraph, OperatorPlan, CostBook, Workload, Pool,
+        AllocationPlan, ClusterRound, ClusterReport, Market,
+    )
+}  # fmt: skip
 """The type of every document, by what follows ``stagewright-`` in its ``format``."""
 
 

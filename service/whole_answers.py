@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from pydantic_core import from_json, to_json
 
 from stagewright.formulations.forms.answers import Status, settled
-from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
+from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.documents import parse
 from stagewright.service.answers import Answer
 from stagewright.service.cloud.requests import CloudAnswer, CloudRequest
@@ -119,7 +119,7 @@ def kept_plan(request: PlanRequest, document: str, status: Status, reason: str) 
 
 
 def _plan(document: str) -> PipelinePlan:
-    return parse(PipelinePlan, document, "plan", FORMAT, VERSION)
+    return parse(PipelinePlan, document, "plan")
 
 
 def _whole(answer: Answer) -> Made:

@@ -32,7 +32,7 @@ from stagewright.solvers.planners import (
     servers,
     spp,
 )
-from stagewright.solvers.planners.baselines import hetpipe, pipedream, simple
+from stagewright.solvers.planners.baselines import hetpipe, pipedream
 from stagewright.solvers.planners.periodic import asynchronous, madpipe, one_f_one_b_star
 from stagewright.solvers.planners.periodic.search import require_periodic
 from stagewright.solvers.planners.steps.canonical import canonical_forms, proposed
@@ -68,8 +68,8 @@ PLANNERS: dict[str, Planner] = {
     for one in (
         spp.PLANNER,
         exact.PLANNER,
-        simple.DP,
-        simple.GPIPE,
+        pipedream.DP,
+        pipedream.GPIPE,
         pipedream.PLANNER,
         hetpipe.PLANNER,
         one_f_one_b_star.PLANNER,

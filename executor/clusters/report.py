@@ -11,9 +11,6 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.workloads.jobs import Job
 
-FORMAT: Literal["stagewright-cluster-report"] = "stagewright-cluster-report"
-VERSION: Literal[1] = 1
-
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
@@ -64,8 +61,8 @@ class ClusterReport:
     jobs: tuple[JobOutcome, ...]
     rounds: tuple[tuple[Placed, ...], ...]
     shares: tuple[Share, ...]
-    format: Literal["stagewright-cluster-report"] = FORMAT
-    version: Literal[1] = VERSION
+    format: Literal["stagewright-cluster-report"] = "stagewright-cluster-report"
+    version: Literal[1] = 1
 
 
 class Ledger:

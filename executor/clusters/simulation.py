@@ -19,16 +19,25 @@ from functools import partial
 
 import numpy as np
 
-from stagewright.executor.clusters.outages import DownAccelerators, Outage, Peekable
-from stagewright.executor.clusters.rates import RatePlace, corrected, place_of_rate
+from stagewright.executor.clusters.rates import (
+    DownAccelerators,
+    Outage,
+    Peekable,
+    RatePlace,
+    corrected,
+    place_of_rate,
+)
 from stagewright.executor.clusters.rounds import Assignment, Mechanism
-from stagewright.executor.clusters.rules import ActiveJob, ClusterRules, quota_of, table_of
 from stagewright.executor.clusters.timeline import (
     HOUR,
+    ActiveJob,
+    ClusterRules,
     ClusterTimeline,
     Reset,
     SimulatedJob,
     TimelineRound,
+    quota_of,
+    table_of,
 )
 from stagewright.formulations.clusters.allocation import (
     Allocation,

@@ -1,14 +1,14 @@
 """Chrome traces of plans."""
 
 import json
-import os
+from collections.abc import Sequence
 from typing import Any
 
 from stagewright.executor.drawing.colours import KIND_NAMES
 from stagewright.executor.drawing.periods import phases
 from stagewright.executor.drawing.timeline import Block, timeline
+from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.formulations.plans.plan import PipelinePlan
-from stagewright.graphs.documents import documents
 
 
 def chrome_trace(plan: PipelinePlan) -> str:
@@ -36,15 +36,15 @@ def chrome_trace(plan: PipelinePlan) -> str:
     if shown is not None:
         place = {"pid": processes["period"][0], "tid": 0}
         events += [_slice(name, "period", place, begin, end) for name, begin, end in shown.spans]
+    return trace_text(plan, events)
+
+
+def trace_text(plan: PipelinePlan | OperatorPlan, events: Sequence[dict[str, Any]]) -> str:
+    """A trace of events of a plan."""
     other = {"model": plan.model, "cluster": plan.cluster, "planner": plan.planner}
     return json.dumps(
         {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}, separators=(",", ":")
     )
-
-
-def write_trace(plan: PipelinePlan, path: str | os.PathLike[str]) -> None:
-    """Write :func:`chrome_trace` to ``path`` atomically."""
-    documents.write_text(path, chrome_trace(plan))
 
 
 def _trace_event(block: Block, place: dict[str, int]) -> dict[str, Any]:

@@ -1,30 +1,26 @@
 """Drawings of a placement of operators: rows for each device and for its transfers."""
 
-import json
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from stagewright.executor.drawing.charts.chart import MAX_OUTLINED_BLOCKS, WIDTH_INCHES
-from stagewright.executor.drawing.charts.figures import bare_rows, save, stacked_axes
+from stagewright.executor.drawing.charts.chart import lanes_png
+from stagewright.executor.drawing.chrome import trace_text
 from stagewright.executor.drawing.colours import (
     CRITICAL_COLOUR,
     DARK_COLOURS,
     KIND_COLOURS,
-    label_colour,
 )
 from stagewright.executor.drawing.lanes import Bar, BarKind, Drawing, Lane, Mark
 from stagewright.executor.drawing.timeline import time_unit
 from stagewright.executor.drawing.web.render import render
 from stagewright.formulations.operators.plan import OperatorPlan, loads_of
 from stagewright.formulations.plans.actions import ActionKind
-from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    pass
 
 TEMPLATE = "operators.html.jinja"
 TRANSFER, CRITICAL = "transfer", "critical path"
@@ -45,14 +41,10 @@ _DARK = {
     "update": DARK_COLOURS[ActionKind.UPDATE],
     TRANSFER: DARK_COLOURS[ActionKind.SEND_FORWARD],
 }
-_HEIGHT = {"device": 0.82, "sends": 0.46}  # of the space between two rows
-CHARACTER_SHARE = 0.0052  # fraction of the axis' width that one character of a name needs
-_LEAST_CHARACTERS = 4  # that are written on a bar of a name that is too long for it
-STRIP = 0.12  # height of the mark of the critical path, at the foot of a row
 _MOST_ROWS = 96  # with more, what devices send is left out
 
 
-def lanes(plan: OperatorPlan, most: int | None = _MOST_ROWS) -> tuple[Lane, ...]:
+def lanes(plan: OperatorPlan, most: int | None) -> tuple[Lane, ...]:
     """Per device its operators, then its transfers to others; bars without length are left out.
 
     With more than ``most`` rows (None: never) transfers have none.
@@ -99,97 +91,19 @@ def end_of(plan: OperatorPlan) -> float:
     return max(one.finish_seconds for one in plan.operators)
 
 
-def write_png(plan: OperatorPlan, path: str | os.PathLike[str]) -> None:
-    """Draw the placement and write it to ``path`` atomically."""
-    documents.write_bytes(path, png(plan))
-
-
 def png(plan: OperatorPlan) -> bytes:
     """The placement as a PNG; the critical path is marked at the foot of the rows."""
     return stacked_png((plan,), (headline(plan),))
 
 
-def write_stacked_png(
-    plans: Sequence[OperatorPlan], titles: Sequence[str], path: str | os.PathLike[str]
-) -> None:
-    """Draw placements one above the other and write them to ``path`` atomically."""
-    documents.write_bytes(path, stacked_png(plans, titles))
-
-
 def stacked_png(plans: Sequence[OperatorPlan], titles: Sequence[str]) -> bytes:
     """A PNG of placements one above the other on one time axis: predicted over measured."""
-    drawn = [lanes(plan) for plan in plans]
-    heights = [1.0 + 0.3 * len(rows) for rows in drawn]
-    column = stacked_axes(WIDTH_INCHES, heights)
-    last = max(end_of(plan) for plan in plans)
-    unit, scale = time_unit(last)
-    for axes, plan, rows, title in zip(column, plans, drawn, titles, strict=True):
-        for y, row in enumerate(rows):
-            _draw_lane(axes, y, row, scale)
-            _name_bars(axes, y, row, scale, last)
-        if plan.certificate is not None:
-            bound = plan.certificate.bound_seconds * scale
-            axes.axvline(bound, color=_COLOURS[CRITICAL], lw=1.2, ls="--")
-        axes.set_xlim(0, last * scale * 1.005 or 1.0)
-        axes.set_title(title, fontsize=11, loc="left", wrap=True)
-        _dress(axes, rows, unit)
-    _draw_legend(column[-1], plans, [row for rows in drawn for row in rows])
-    return save(column[-1].figure)
-
-
-def _dress(axes: "Axes", rows: Sequence[Lane], unit: str) -> None:
-    axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
-    axes.set_xlabel(f"time in {unit}")
-    bare_rows(axes, len(rows))
-    axes.label_outer()
-
-
-def _draw_lane(axes: "Axes", y: int, row: Lane, scale: float) -> None:
-    height, marked = _HEIGHT[row.group], [bar for bar in row.bars if bar.critical]
-    outline = 0.4 if len(row.bars) <= MAX_OUTLINED_BLOCKS else 0
-    for bars, foot, its, width, colours in (
-        (row.bars, y - height / 2, height, outline, [_COLOURS[bar.kind] for bar in row.bars]),
-        (marked, y + height / 2 - STRIP, STRIP, 0, _COLOURS[CRITICAL]),
-    ):
-        spans = [(bar.start * scale, bar.seconds * scale) for bar in bars]
-        axes.broken_barh(
-            spans, (foot, its), facecolors=colours, edgecolors="white", linewidth=width
-        )
-
-
-def _name_bars(axes: "Axes", y: int, row: Lane, scale: float, end: float) -> None:
-    """Write the name of every operator on its bar, cut to the room on the bar."""
-    for bar in (bar for bar in row.bars if bar.label):
-        room = int(bar.seconds / (CHARACTER_SHARE * end)) if end else 0
-        name = bar.label if len(bar.label) <= room else f"{bar.label[: room - 1]}…"
-        if room >= min(_LEAST_CHARACTERS, len(bar.label)):
-            axes.text((bar.start + bar.finish) / 2 * scale, y, name, ha="center", va="center",
-                      fontsize=6, color=label_colour(_COLOURS[bar.kind]))  # fmt: skip
-
-
-def _draw_legend(axes: "Axes", plans: Sequence[OperatorPlan], rows: Sequence[Lane]) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    handles: list[Patch | Line2D] = [
-        Patch(color=_COLOURS[kind], label=kind) for kind in (*_kinds(rows), CRITICAL)
-    ]
-    if any(plan.certificate is not None for plan in plans):
-        line = Line2D([], [], color=_COLOURS[CRITICAL], ls="--", label="proved lower bound")
-        handles.append(line)
-    axes.figure.legend(
-        handles=handles, loc="outside lower center", ncols=7, frameon=False, fontsize=8
-    )
+    return lanes_png([drawing(plan, _MOST_ROWS) for plan in plans], [""] * len(plans), titles)
 
 
 def _kinds(rows: Sequence[Lane]) -> list[str]:
     found = {bar.kind for row in rows for bar in row.bars}
     return [kind for kind in _COLOURS if kind in found]
-
-
-def write_html(plan: OperatorPlan, path: str | os.PathLike[str]) -> None:
-    """Write a page, which works offline, to ``path`` atomically."""
-    documents.write_text(path, page(plan))
 
 
 def page(plan: OperatorPlan) -> str:
@@ -248,20 +162,15 @@ def _bounds(plan: OperatorPlan) -> list[dict[str, Any]]:
     ]
 
 
-def drawing(plan: OperatorPlan) -> Drawing:
-    """The timeline, with the critical path marked."""
+def drawing(plan: OperatorPlan, most: int | None = None) -> Drawing:
+    """The timeline, with the critical path marked, of at most so many rows."""
     unit, scale = time_unit(end_of(plan))
-    rows = lanes(plan, None)
+    rows = lanes(plan, most)
     kinds = {kind: BarKind(kind, _COLOURS[kind], _DARK[kind]) for kind in _kinds(rows)}
     marks: tuple[Mark, ...] = ()
     if plan.certificate is not None:
         marks = (Mark(plan.certificate.bound_seconds, "proved lower bound"),)
     return Drawing(rows, kinds, end_of(plan), unit, scale, marks)
-
-
-def write_trace(plan: OperatorPlan, path: str | os.PathLike[str]) -> None:
-    """Write a trace in Chrome's event format, which Perfetto reads, to ``path`` atomically."""
-    documents.write_text(path, chrome_trace(plan))
 
 
 def chrome_trace(plan: OperatorPlan) -> str:
@@ -279,7 +188,4 @@ def chrome_trace(plan: OperatorPlan) -> str:
              "dur": bar.seconds * 1e6, "args": {"critical": bar.critical}}
             for bar in row.bars
         ]  # fmt: skip
-    other = {"model": plan.model, "cluster": plan.cluster, "planner": plan.planner}
-    return json.dumps(
-        {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}, separators=(",", ":")
-    )
+    return trace_text(plan, events)

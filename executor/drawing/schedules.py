@@ -1,38 +1,113 @@
-"""Schedules of stages with given times, one above the other on one time axis: PNG and HTML.
+"""Schedules one above the other on one time axis, and their cost by memory: PNG and HTML.
 
 Later chunks of a device, and the second direction, are drawn in lighter colours.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from stagewright.executor.drawing.charts.chart import WIDTH_INCHES, draw_legend, draw_row
+from stagewright.executor.drawing.charts.chart import lanes_png
 from stagewright.executor.drawing.charts.figures import (
-    MAX_HEIGHT_INCHES,
-    bare_rows,
+    bare,
     new_figure,
     save,
 )
 from stagewright.executor.drawing.colours import (
+    CATEGORIES,
     CRITICAL_COLOUR,
     DARK_COLOURS,
     KIND_COLOURS,
     KIND_NAMES,
     mixed,
 )
-from stagewright.executor.drawing.lanes import Bar, BarKind, Drawing, Lane, Mark
-from stagewright.executor.drawing.plan_lanes import BOUND, block_bar
+from stagewright.executor.drawing.lanes import BOUND, Bar, BarKind, Drawing, Lane, Mark, block_bar
 from stagewright.executor.drawing.timeline import Block, Row
-from stagewright.executor.drawing.web.render import render
+from stagewright.executor.drawing.web.render import Chart, Series, render
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.schedules.timing import TimedOrder
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    pass
+
+
+HEIGHT_PIXELS = 460
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """``cost`` and ``bound`` (named ``cost_name``) per limit in ``memory``.
+
+    ``others`` are schedules to compare with: name, memory, cost.
+    """
+
+    memory: tuple[float, ...]
+    cost: tuple[float, ...]
+    bound: tuple[float, ...]
+    cost_name: str
+    others: tuple[tuple[str, float, float], ...]
+
+    def shown(self) -> list[tuple[str, float, float]]:
+        """The published schedules near the curve; schedules at one point share a label."""
+        places: dict[tuple[float, float], str] = {}
+        for name, memory, cost in self.others:
+            if memory <= 1.1 * self.memory[-1] and cost <= 1.1 * self.cost[0]:
+                known = places.get((memory, cost))
+                places[memory, cost] = f"{known}, {name}" if known else name
+        return [(name, memory, cost) for (memory, cost), name in places.items()]
+
+
+def curve_png(curve: Curve) -> bytes:
+    """A PNG of the curve, its bound and the others."""
+    figure = new_figure()
+    axes = figure.add_subplot()
+    for costs, colour, label, style in (
+        (curve.cost, CATEGORIES[0], "best schedule", "o-"),
+        (curve.bound, CRITICAL_COLOUR, "proved lower bound", "--"),
+    ):
+        axes.step(curve.memory, costs, style, where="post", color=colour, label=label, ms=4)
+    for name, memory, cost in curve.shown():
+        axes.plot(memory, cost, "D", color=CATEGORIES[-1], ms=5)
+        axes.annotate(name, (memory, cost), (5, 4), textcoords="offset points", fontsize=8)
+    axes.set_xlabel("limit of memory on every device")
+    axes.set_ylabel(curve.cost_name)
+    axes.legend(frameon=False)
+    bare(axes, "both")
+    return save(figure)
+
+
+def curve_page(
+    curve: Curve, subtitle: str, head: Sequence[str], rows: Sequence[Sequence[str]]
+) -> str:
+    """A self-contained page with a table, whose text columns begin with ``<``, and the curve."""
+    return render(
+        TEMPLATE,
+        title=f"Memory and {curve.cost_name}",
+        subtitle=subtitle,
+        head=head,
+        rows=rows,
+        heading="Schedules and bounds",
+        timeline=None,
+        chart=curve_chart(curve),
+    )
+
+
+def curve_chart(curve: Curve) -> Chart:
+    """The curve, its bound and the published schedules, as pages draw them."""
+    series = [
+        Series("best schedule", curve.memory, curve.cost, colour="--best"),
+        Series("proved lower bound", curve.memory, curve.bound, "dashes", "--critical"),
+    ]
+    shown = curve.shown()
+    if shown:
+        names, memory, costs = zip(*shown, strict=True)
+        series.append(
+            Series("published schedules", memory, costs, "points", "--other", names=names)
+        )
+    return Chart("limit of memory on every device", curve.cost_name, tuple(series), HEIGHT_PIXELS)
+
 
 TEMPLATE = "schedules.html.jinja"
-ROW_INCHES = 0.22
 _LIGHTEST = 0.42  # share of white in the colour of a device's last chunk
 
 
@@ -64,22 +139,7 @@ def panel(title: str, timed: TimedOrder, bound: float | None = None) -> Panel:
 
 def schedules_png(panels: Sequence[Panel]) -> bytes:
     """A PNG of the schedules."""
-    height = min(MAX_HEIGHT_INCHES, 1.1 + ROW_INCHES * _lines(panels))
-    figure = new_figure(WIDTH_INCHES, height)
-    axes = figure.add_subplot()
-    for y, one in _placed(panels):
-        axes.text(0, y, one.title, va="center", fontsize=9, fontweight="bold")
-        for i, (row, shades) in enumerate(zip(one.rows, one.shades, strict=True), start=1):
-            pairs = zip(row.blocks, shades, strict=True)
-            colours = [_colour(block.action.kind, shade) for block, shade in pairs]
-            draw_row(axes, y + i, row, 1.0, _end(panels), colours)
-        if one.bound is not None:
-            axes.vlines(one.bound, y + 0.5, y + len(one.rows) + 0.5, color=CRITICAL_COLOUR, lw=1.2,
-                        ls="--")  # fmt: skip
-    _dress(axes, panels)
-    bounded = any(one.bound is not None for one in panels)
-    draw_legend(axes, [row for one in panels for row in one.rows], bounded)
-    return save(figure)
+    return lanes_png([schedules_drawing(panels)], [""], [""])
 
 
 def schedules_page(
@@ -131,31 +191,6 @@ def _bar(block: Block, shade: float) -> Bar:
 def _kind(kind: ActionKind, shade: float) -> BarKind:
     dark = mixed(DARK_COLOURS[kind], "#ffffff", _LIGHTEST * shade)
     return BarKind(KIND_NAMES[kind], _colour(kind, shade), dark)
-
-
-def _dress(axes: "Axes", panels: Sequence[Panel]) -> None:
-    ticks = _ticks(panels)
-    axes.set_yticks([*ticks], [*ticks.values()], fontsize=8)
-    axes.set_xlim(0, _end(panels) * 1.005 or 1.0)
-    axes.set_xlabel("time")
-    bare_rows(axes, _lines(panels))
-
-
-def _placed(panels: Sequence[Panel]) -> Iterator[tuple[int, Panel]]:
-    """Every schedule with the line of its title; its rows follow."""
-    y = 0
-    for one in panels:
-        yield y, one
-        y += 1 + len(one.rows)
-
-
-def _lines(panels: Sequence[Panel]) -> int:
-    return sum(1 + len(one.rows) for one in panels)
-
-
-def _ticks(panels: Sequence[Panel]) -> dict[int, str]:
-    """The name of every device by its line."""
-    return {y + i: row.name for y, one in _placed(panels) for i, row in enumerate(one.rows, 1)}
 
 
 def _end(panels: Sequence[Panel]) -> float:

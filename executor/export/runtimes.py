@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from stagewright.executor.export import deepspeed, megatron, torch_pipelining
-from stagewright.executor.export.decoder import modules
+from stagewright.executor.export.megatron import modules
 from stagewright.formulations.plans.plan_class import Shards
 from stagewright.formulations.schedules.runtimes import ANY_ORDER, Runtime, torch_runtime
 from stagewright.graphs.documents.errors import InputError

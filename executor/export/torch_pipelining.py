@@ -6,7 +6,7 @@ row per rank, computations only. Any stage may be on any rank; torch adds the tr
 
 from collections.abc import Mapping
 
-from stagewright.executor.export.decoder import modules
+from stagewright.executor.export.megatron import modules
 from stagewright.executor.export.options import (
     FormatOptions,
     filled,

@@ -21,7 +21,7 @@ from stagewright.executor.capture.split_layer import (
 )
 from stagewright.executor.measuring.machine import MeasuringMachine, Seconds
 from stagewright.executor.training.losses import Loss, read_loss
-from stagewright.executor.training.stages.flights import add_gradient
+from stagewright.executor.training.stages.division import add_gradient
 from stagewright.graphs.documents.errors import InputError
 
 Values = tuple[Tensor, ...]

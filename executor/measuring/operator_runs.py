@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from stagewright.executor.measuring.pairs import Pair, counted_steps
-from stagewright.executor.programs.operators.trace import scheduled_operators
+from stagewright.executor.programs.operators.placed import scheduled_operators
 from stagewright.executor.programs.trace import Trace
 from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.formulations.plans.actions import ActionKind, parse_action

@@ -23,7 +23,7 @@ from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.pipeline_time import Walk
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.parallelism.trials import Trial, Tuning, load_tuning
-from stagewright.graphs.documents.documents import to_json, write_text
+from stagewright.graphs.documents.documents import to_json, write_file
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.measured_runs import MeasuredIteration, read_outcome
 
@@ -44,7 +44,7 @@ def write_trial(root: Path, tuning: Tuning, layout: Layout, walk: Walk) -> Path:
     except OSError as error:
         raise InputError(f"{folder}: {error.strerror}") from None
     for name, text in files.items():
-        write_text(root / name, text)
+        write_file(root / name, text)
     return folder
 
 

@@ -19,9 +19,6 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_amount, require_positive
 
-FORMAT: Literal["stagewright-trace"] = "stagewright-trace"
-VERSION: Literal[1] = 1
-
 MemoryKind = Literal["allocated", "resident"]
 """Allocated by torch on a GPU; or resident in a process, above what it had before the model."""
 
@@ -120,8 +117,8 @@ class Trace:
     steps: tuple[TracedStep, ...]
     memory: MeasuredMemory | None = None
     reference_seconds: float | None = None
-    format: Literal["stagewright-trace"] = FORMAT
-    version: Literal[1] = VERSION
+    format: Literal["stagewright-trace"] = "stagewright-trace"
+    version: Literal[1] = 1
 
     def __post_init__(self) -> None:
         if not self.steps:
@@ -152,7 +149,7 @@ class RankAction:
 
 def load_trace(path: str | os.PathLike[str]) -> Trace:
     """Read a trace document; any fault is an InputError of one line."""
-    return documents.read(Trace, path, FORMAT, VERSION)
+    return documents.read(Trace, path)
 
 
 def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:

@@ -17,8 +17,8 @@ from stagewright.executor.training.data.batches import (
     require_as_many,
     typed_inputs,
 )
-from stagewright.executor.training.interpreter.graph import Joint
 from stagewright.executor.training.interpreter.interpreter import Interpreter
+from stagewright.executor.training.interpreter.streams import Joint
 from stagewright.executor.training.losses import LossScale
 from stagewright.executor.training.model_checks import (
     require_joint_steps,
@@ -27,8 +27,7 @@ from stagewright.executor.training.model_checks import (
     require_whole_gradients,
 )
 from stagewright.executor.training.preparation import Preparation, needs_two_gradients
-from stagewright.executor.training.ranks.groups import RankGroups, make_loss_group
-from stagewright.executor.training.ranks.rank import Rank, RankProgram
+from stagewright.executor.training.ranks.rank import Rank, RankGroups, RankProgram, make_loss_group
 from stagewright.executor.training.stages.initialise import Model, initialise
 from stagewright.executor.training.stages.learning_rates import (
     MakeOptimizer,

@@ -27,8 +27,6 @@ from stagewright.graphs.documents.errors import InputError
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
 
-FORMAT: Literal["stagewright-checkpoint"] = "stagewright-checkpoint"
-VERSION: Literal[1] = 1
 HEADER = "stagewright.json"
 SUMS = "SHA256SUMS"
 KEPT = 2  # complete checkpoints in a folder
@@ -44,8 +42,8 @@ class Header:
     optimizer: str
     schedule: str = "none"
     accumulate: int = 1
-    format: Literal["stagewright-checkpoint"] = FORMAT
-    version: Literal[1] = VERSION
+    format: Literal["stagewright-checkpoint"] = "stagewright-checkpoint"
+    version: Literal[1] = 1
 
 
 def save(
@@ -85,7 +83,7 @@ def whole(
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
-    partial = _partial(path)
+    partial = path.with_name(f".{path.name}.partial")
     is_first = dist.get_rank(group) == 0
     if is_first:
         leftover = ".step-*.partial" if path.name.startswith("step-") else partial.name
@@ -246,7 +244,7 @@ def _require_reachable(path: Path, goal: Header) -> None:
 
 def read_header(path: Path) -> Header:
     """The header of a checkpoint; InputError if it is damaged."""
-    return documents.read(Header, path / HEADER, FORMAT, VERSION)
+    return documents.read(Header, path / HEADER)
 
 
 def read_kinds(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -323,10 +321,6 @@ def _complete(folder: Path) -> list[Path]:
 
 def _steps(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial")
 
 
 def _remove(path: Path) -> None:

@@ -42,7 +42,7 @@ def write_parameters(path: Path, parameters: Mapping[str, Tensor]) -> None:
         buffer = io.BytesIO()
         torch.save(parameters, buffer)
         content = buffer.getvalue()
-    documents.write_bytes(path, content, "the parameters")
+    documents.write_file(path, content, "the parameters")
 
 
 def _safetensors(parameters: Mapping[str, Tensor]) -> bytes:

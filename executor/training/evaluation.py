@@ -19,19 +19,18 @@ from stagewright.executor.programs.program import Row
 from stagewright.executor.training.data.batches import (
     Batch,
     mapped_batch,
+    pair,
     require_as_many,
     tensors_of_batch,
     typed_inputs,
 )
-from stagewright.executor.training.data.passes import pair
 from stagewright.executor.training.interpreter.exchange import RECV_F, StageExchange
-from stagewright.executor.training.interpreter.iterations import Iterations
+from stagewright.executor.training.interpreter.last_stage import Iterations
 from stagewright.executor.training.losses import Loss, read_measure
 from stagewright.executor.training.preparation import Preparation, crossing_of
-from stagewright.executor.training.ranks.groups import summed
-from stagewright.executor.training.ranks.rank import Rank
-from stagewright.executor.training.stages.seeding import layer_seed
+from stagewright.executor.training.ranks.rank import Rank, summed
 from stagewright.executor.training.stages.stage import StageComputation, Tensors
+from stagewright.executor.training.stages.weights import layer_seed
 from stagewright.formulations.plans.actions import SEND_F, Action
 from stagewright.formulations.plans.shards import share_count
 from stagewright.graphs.documents.errors import InputError

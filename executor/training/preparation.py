@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,14 +11,20 @@ from torch import Tensor
 from stagewright.executor.capture.draws import whole_draws
 from stagewright.executor.capture.layers import CapturedLayer
 from stagewright.executor.capture.shapes import LayerTrace, Value, values_of
+from stagewright.executor.capture.split_layer import SavedForWeights, SplitLayer
+from stagewright.executor.capture.twins import made_once
 from stagewright.executor.programs.memory import peak_bytes
 from stagewright.executor.programs.program import Families, Samples, pieces, rows
 from stagewright.executor.training.data.batches import microbatch_samples
 from stagewright.executor.training.interpreter.exchange import Boundary
-from stagewright.executor.training.interpreter.graph import Joint
 from stagewright.executor.training.interpreter.interpreter import Interpreter
 from stagewright.executor.training.interpreter.last_stage import OutOfMemory
-from stagewright.executor.training.interpreter.streams import DeviceStreams, OneStream, make_streams
+from stagewright.executor.training.interpreter.streams import (
+    DeviceStreams,
+    Joint,
+    OneStream,
+    make_streams,
+)
 from stagewright.executor.training.losses import Loss
 from stagewright.executor.training.model_checks import (
     require_capturable_steps,
@@ -25,10 +32,17 @@ from stagewright.executor.training.model_checks import (
     require_no_draws,
 )
 from stagewright.executor.training.ranks.rank import Rank, RankProgram
+from stagewright.executor.training.stages.division import InFlight, backward_of
 from stagewright.executor.training.stages.initialise import total_bytes
-from stagewright.executor.training.stages.sharded_stage import ShardedComputation
 from stagewright.executor.training.stages.sharded_weights import GradientShards
-from stagewright.executor.training.stages.stage import SampleShare, StageComputation, StageLayer
+from stagewright.executor.training.stages.stage import (
+    Gradients,
+    SampleShare,
+    Seed,
+    StageComputation,
+    StageLayer,
+    Tensors,
+)
 from stagewright.executor.training.stages.staged_model import StagedModel
 from stagewright.executor.training.stages.weights import Weights
 from stagewright.formulations.plans.plan import PipelinePlan
@@ -36,6 +50,71 @@ from stagewright.formulations.plans.plan_class import Recompute
 from stagewright.formulations.plans.shards import stays
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_bytes
+
+
+class ShardedComputation(StageComputation):
+    """A stage of which every replica has a part of the gradients, or of the ``weights`` too.
+
+    Each layer has its own record of autograd, so that what is divided is whole only while it
+    computes. Backwards begin at the stage's outputs, which are never attached. In two parts, I
+    gathers a layer's weights and W sums up its gradients; a layer without pieces does both in I,
+    and one whose weight gradients need its weights (as without an input gradient) gathers in W.
+    """
+
+    def __init__(self, *given: Any, weights: GradientShards, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._weights = weights
+
+    def _layer(self, i: int, inputs: Tensors, seed: Seed) -> Tensors:
+        with self._weights.gathered(i):
+            return super()._layer(i, inputs, seed)
+
+    def _split_layer(self, i: int) -> SplitLayer:
+        with self._weights.in_memory(i):
+            return super()._split_layer(i)
+
+    def _run_layer(self, flight: InFlight, i: int, inputs: Tensors) -> Tensors:
+        with self._weights.gathered(i):
+            return super()._run_layer(flight, i, inputs)
+
+    @made_once()
+    def _run(self, flight: Any, inputs: Tensors, in_two: bool, attached: bool = False) -> Tensors:
+        if in_two:
+            return super()._run(flight, inputs, in_two)
+        for i in range(len(self.layers)):
+            graph, outputs = self._record(range(i, i + 1), inputs, flight.seed)
+            flight.graphs.append(graph)
+            inputs = tuple(one.detach() for one in outputs)
+        return inputs
+
+    @made_once()
+    def backward(self, microbatch: int, output_gradients: Gradients) -> Gradients:
+        """The whole backward: gradients of the stage's inputs; parts of the weights' are added."""
+        flight = self._flights.pop(microbatch)
+        if self.recompute == "full":
+            with self._again(flight):
+                self._run(flight, flight.inputs.pop(), in_two=False)
+        for i in reversed(range(len(self.layers))):
+            with self._weights.summed(i):
+                if self.recompute == "layer":
+                    with self._again(flight):
+                        graph, _ = self._record(range(i, i + 1), flight.inputs.pop(), flight.seed)
+                else:
+                    graph = flight.graphs.pop()
+                output_gradients = backward_of(graph, output_gradients)
+        return output_gradients
+
+    def _input_gradient_of(
+        self, i: int, flight: InFlight, output_gradients: Gradients
+    ) -> Gradients:
+        is_whole = self._pieces[i] is None
+        with self._weights.summed(i) if is_whole else self._weights.gathered(i):
+            return super()._input_gradient_of(i, flight, output_gradients)
+
+    def _weight_gradient_of(self, i: int, saved: SavedForWeights) -> None:
+        needed = self._weights.are_among(saved.values, i)
+        with self._weights.summed(i, gathers=needed):
+            super()._weight_gradient_of(i, saved)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from stagewright.executor.programs.trace import Trace
-from stagewright.executor.training.ranks.groups import gathered
-from stagewright.executor.training.ranks.rank import RankPlace
+from stagewright.executor.training.ranks.rank import RankPlace, gathered
 from stagewright.executor.training.trace_recorder import TraceRecorder
 
 MODEL = "model."  # what the keys of parameters and buffers in a checkpoint start with

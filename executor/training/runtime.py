@@ -39,9 +39,8 @@ from stagewright.executor.training.model_checks import (
 )
 from stagewright.executor.training.preparation import Preparation
 from stagewright.executor.training.rank_executor import RankExecutor
-from stagewright.executor.training.ranks.groups import make_groups, summed
 from stagewright.executor.training.ranks.launch import require_torch
-from stagewright.executor.training.ranks.rank import rank_program, this_rank
+from stagewright.executor.training.ranks.rank import make_groups, rank_program, summed, this_rank
 from stagewright.executor.training.stages.initialise import Model
 from stagewright.executor.training.stages.learning_rates import (
     MakeOptimizer,

@@ -24,8 +24,7 @@ from stagewright.executor.programs.trace import (
     Trace,
     TracedStep,
 )
-from stagewright.executor.training.ranks.groups import gathered
-from stagewright.executor.training.ranks.rank import RankPlace
+from stagewright.executor.training.ranks.rank import RankPlace, gathered
 from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError

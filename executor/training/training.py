@@ -25,11 +25,13 @@ from stagewright.executor.training.checkpoint_share import (
 )
 from stagewright.executor.training.data.batches import (
     Readers,
+    mini_batches,
+    one_pass,
+    pair,
     readers_of,
     replica_of,
     tensors_of_batch,
 )
-from stagewright.executor.training.data.passes import mini_batches, one_pass, pair
 from stagewright.executor.training.logs import OnStep, StepReport, peak_bytes
 from stagewright.executor.training.losses import Loss, cross_entropy
 from stagewright.executor.training.model_checks import require_capturable, require_trainable

@@ -9,8 +9,14 @@ from itertools import pairwise
 import numpy as np
 
 from stagewright.formulations.backprop.problem import BackpropProblem, WindowTimes
-from stagewright.formulations.forms.disjunctive import are_multiples, exact_unit, in_ticks, tick
-from stagewright.formulations.forms.models import HeldAmounts, Intervals
+from stagewright.formulations.forms.models import (
+    HeldAmounts,
+    Intervals,
+    are_multiples,
+    exact_unit,
+    in_ticks,
+    tick,
+)
 from stagewright.formulations.pipelines.bounds.every_plan import LeastTimes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.arrays import Ints

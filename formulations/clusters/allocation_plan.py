@@ -13,9 +13,6 @@ from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.workloads.jobs import Workload
 from stagewright.graphs.workloads.pool import Pool
 
-FORMAT: Literal["stagewright-allocation"] = "stagewright-allocation"
-VERSION: Literal[1] = 1
-
 
 @documents.record
 class Share:
@@ -55,8 +52,8 @@ class AllocationPlan(Envelope):
     bound: float | None = None
     proved_by: str | None = None
     notes: tuple[str, ...] = ()
-    format: Literal["stagewright-allocation"] = FORMAT
-    version: Literal[1] = VERSION
+    format: Literal["stagewright-allocation"] = "stagewright-allocation"
+    version: Literal[1] = 1
 
 
 def digest_of(workload: Workload, pool: Pool) -> str:
@@ -129,7 +126,7 @@ def allocation_of(plan: AllocationPlan, problem: AllocationProblem) -> Allocatio
 
 def load_allocation(path: str | os.PathLike[str]) -> AllocationPlan:
     """Read an allocation file; see :func:`documents.read` for the errors."""
-    return documents.read(AllocationPlan, path, FORMAT, VERSION)
+    return documents.read(AllocationPlan, path)
 
 
 def save_allocation(plan: AllocationPlan, path: str | os.PathLike[str]) -> None:

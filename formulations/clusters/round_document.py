@@ -1,6 +1,5 @@
 """A round of a shared cluster as a JSON document: who runs where, and what each has had before."""
 
-import os
 import re
 from dataclasses import field
 from typing import Literal
@@ -8,9 +7,6 @@ from typing import Literal
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.pool import Pool
-
-FORMAT: Literal["stagewright-round"] = "stagewright-round"
-VERSION: Literal[1] = 1
 
 Launcher = Literal["slurm", "kueue", "torchrun"]
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -63,8 +59,8 @@ class ClusterRound:
     bound: float | None = None
     proved_by: str | None = None
     one_more: dict[str, float] | None = None
-    format: Literal["stagewright-round"] = FORMAT
-    version: Literal[1] = VERSION
+    format: Literal["stagewright-round"] = "stagewright-round"
+    version: Literal[1] = 1
 
     def __post_init__(self) -> None:
         counts = {one.name: one.count for one in self.pool.accelerators}
@@ -86,8 +82,3 @@ class ClusterRound:
     def running(self) -> dict[str, RoundEntry]:
         """The entry of each job that runs."""
         return {job: one for one in self.entries if one.numbers for job in one.jobs}
-
-
-def load_round(path: str | os.PathLike[str]) -> ClusterRound:
-    """Read a round; see :func:`documents.read` for the errors."""
-    return documents.read(ClusterRound, path, FORMAT, VERSION)

@@ -41,7 +41,7 @@ def dag_problem(
     require_accelerators(workload)
     nodes = {node.id: node for node in workload.nodes}
     home, parts = _together(workload, contiguous)
-    edges = {(home[a], home[b]) for a, b in _order(workload)} - _loops(len(parts))
+    edges = {(home[a], home[b]) for a, b in _order(workload)} - {(i, i) for i in range(len(parts))}
     if not nx.is_directed_acyclic_graph(nx.DiGraph(edges)):
         edges = set()
     seconds, backward = np.zeros((2, len(parts), 2))
@@ -100,10 +100,6 @@ def in_any_order(workload: Workload, sets: Sequence[PlacedSet]) -> tuple[PlacedS
         replace(one, parts=tuple(sorted({v for part in one.parts for v in within[part]})))
         for one in sets
     )
-
-
-def _loops(n: int) -> set[tuple[int, int]]:
-    return {(i, i) for i in range(n)}
 
 
 def _together(workload: Workload, contiguous: bool) -> tuple[dict[int, int], list[str]]:

@@ -112,9 +112,6 @@ def _groups(graph: StepGraph) -> Ints:
     return np.array(group, dtype=np.int64)
 
 
-FORMAT: Literal["stagewright-operators"] = "stagewright-operators"
-VERSION: Literal[1] = 1
-
 Plans = Literal["these splits", "any splits"]
 """Every placement and order of the graph with the plan's splits; or with any choice of splits."""
 
@@ -218,8 +215,8 @@ class OperatorPlan(Envelope):
     unmeasured: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     kind: Literal["operators"] = "operators"
-    format: Literal["stagewright-operators"] = FORMAT
-    version: Literal[1] = VERSION
+    format: Literal["stagewright-operators"] = "stagewright-operators"
+    version: Literal[1] = 1
 
     def __post_init__(self) -> None:
         if not self.operators:
@@ -260,7 +257,7 @@ def digest_of(graph: StepGraph, cluster: Cluster, contention: Contention) -> str
 
 def load_operator_plan(path: str | os.PathLike[str]) -> OperatorPlan:
     """Read a plan; raises InputError, with one line, if it is not valid."""
-    return documents.read(OperatorPlan, path, FORMAT, VERSION)
+    return documents.read(OperatorPlan, path)
 
 
 def save_operator_plan(plan: OperatorPlan, path: str | os.PathLike[str]) -> None:

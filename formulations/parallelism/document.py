@@ -82,10 +82,6 @@ def shortages(found: Estimate) -> tuple[str, ...]:
     return tuple(lines)
 
 
-FORMAT: Literal["stagewright-layout"] = "stagewright-layout"
-VERSION: Literal[1] = 1
-
-
 @documents.record
 class LayoutBound:
     """The bound that no fitting layout of ``space`` takes less than ``seconds``; what proved it."""
@@ -106,13 +102,13 @@ class LayoutPlan:
     iteration_seconds: float
     memory: tuple[RankMemory, ...]
     bound: LayoutBound | None = None
-    format: Literal["stagewright-layout"] = FORMAT
-    version: Literal[1] = VERSION
+    format: Literal["stagewright-layout"] = "stagewright-layout"
+    version: Literal[1] = 1
 
 
 def load_layout(path: str | os.PathLike[str]) -> LayoutPlan:
     """Read a layout document; errors are one line with the file and the place."""
-    return documents.read(LayoutPlan, path, FORMAT, VERSION)
+    return documents.read(LayoutPlan, path)
 
 
 def save_layout(plan: LayoutPlan, path: str | os.PathLike[str]) -> None:

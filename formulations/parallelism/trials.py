@@ -32,9 +32,6 @@ from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError, naming
 from stagewright.graphs.machines.rates import UNMEASURED
 
-FORMAT: Literal["stagewright-tuning"] = "stagewright-tuning"
-VERSION: Literal[1] = 1
-
 Outcome = Literal["measured", "out of memory", "crashed"]
 
 MARGIN = 0.02
@@ -127,8 +124,8 @@ class Tuning:
     rest_seconds: float | None = None
     trials: tuple[Trial, ...] = ()
     claim: Claim | None = None
-    format: Literal["stagewright-tuning"] = FORMAT
-    version: Literal[1] = VERSION
+    format: Literal["stagewright-tuning"] = "stagewright-tuning"
+    version: Literal[1] = 1
 
     def __post_init__(self) -> None:
         _require_positive("rest_seconds", self.rest_seconds)
@@ -181,7 +178,7 @@ class Tuning:
 
 def load_tuning(path: str | os.PathLike[str]) -> Tuning:
     """Read the document of a tuning; errors are one line with the file and the place."""
-    return documents.read(Tuning, path, FORMAT, VERSION)
+    return documents.read(Tuning, path)
 
 
 def save_tuning(tuning: Tuning, path: str | os.PathLike[str]) -> None:

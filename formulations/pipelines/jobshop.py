@@ -8,8 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.formulations.forms.disjunctive import by_disjunctions, starts_of
-from stagewright.formulations.forms.models import ABSENT, Intervals, LinearProgram
+from stagewright.formulations.forms.models import (
+    ABSENT,
+    Intervals,
+    LinearProgram,
+    by_disjunctions,
+    starts_of,
+)
 from stagewright.formulations.pipelines.bounds.stages import ONE_MACHINE, one_machine_bound
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError, InvalidPlan

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from stagewright.formulations.forms import disjunctive
+from stagewright.formulations.forms import models
 from stagewright.formulations.forms.models import HeldAmounts, Intervals
 from stagewright.formulations.pipelines.blocks import (
     NONE,
@@ -48,7 +48,7 @@ class ByIntervals:
     def unit(self) -> float:
         """Time per tick: 1 for integers, else the common unit, else a power of two."""
         horizon = self.incumbent.makespan(self.problem)
-        return disjunctive.tick(self._times, horizon)
+        return models.tick(self._times, horizon)
 
     @property
     def _times(self) -> Floats:
@@ -60,7 +60,7 @@ class ByIntervals:
         """The problem in ticks."""
 
         def count(times: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(disjunctive.in_ticks(np.array(times), self.unit).tolist())
+            return tuple(models.in_ticks(np.array(times), self.unit).tolist())
 
         problem, weight = self.problem, self.problem.weight_gradient
         return replace(
@@ -98,7 +98,7 @@ class ByIntervals:
         For spans, in which early starts count, the times of ``values`` if ticks are exact.
         """
         starts = values.reshape(-1, self.problem.microbatches).astype(float)
-        if self.problem.objective == "span" and disjunctive.are_multiples(self._times, self.unit):
+        if self.problem.objective == "span" and models.are_multiples(self._times, self.unit):
             return timetable_of(self.problem, starts * self.unit)
         return earliest(self.problem, starts, block_durations=blocks_of(self.ticks).durations)
 
@@ -177,7 +177,7 @@ def _stores(problem: MakespanProblem, number: Ints) -> tuple[HeldAmounts, ...]:
         return ()
     taken, early, late = np.array(problem.saved).T
     most = max(problem.memory)
-    unit = disjunctive.exact_unit(np.unique([taken, early, late]), most) or most / MEMORY_UNITS
+    unit = models.exact_unit(np.unique([taken, early, late]), most) or most / MEMORY_UNITS
     forward, backward, weight = numbering(problem.stages)
     kept = [(weight, late), (backward, early)] if problem.is_split else [(backward, taken)]
     found = []
@@ -185,13 +185,13 @@ def _stores(problem: MakespanProblem, number: Ints) -> tuple[HeldAmounts, ...]:
         on = problem.stages_on(d)
         rows = [(s, last[s], amount[s]) for s in on for last, amount in kept if amount[s] > 0]
         if rows:
-            amounts = [math.floor(amount / unit * (1 + disjunctive.EXACT)) for *_, amount in rows]
+            amounts = [math.floor(amount / unit * (1 + models.EXACT)) for *_, amount in rows]
             found.append(
                 HeldAmounts(
                     first=np.concatenate([number[forward[s]] for s, *_ in rows]),
                     last=np.concatenate([number[last] for _, last, _ in rows]),
                     amounts=np.repeat(amounts, problem.microbatches),
-                    capacity=math.floor(limit / unit * (1 + disjunctive.EXACT)),
+                    capacity=math.floor(limit / unit * (1 + models.EXACT)),
                 )
             )
     return tuple(found)

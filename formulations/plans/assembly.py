@@ -1,4 +1,4 @@
-"""Build the plan document from stages and start times."""
+"""Build the plan document from stages and start times, those of SPP's timetables too."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,6 +11,7 @@ from stagewright.formulations.checking.check import predicted, require_valid
 from stagewright.formulations.checking.times import read_times
 from stagewright.formulations.patterns.pattern import Pattern
 from stagewright.formulations.patterns.pattern_problems import pattern_problem
+from stagewright.formulations.pipelines.makespan import Timetable
 from stagewright.formulations.plans import timing
 from stagewright.formulations.plans.actions import (
     COMPUTE,
@@ -35,7 +36,43 @@ from stagewright.formulations.plans.plan import (
     Stage,
 )
 from stagewright.formulations.plans.plan_class import class_of
+from stagewright.formulations.plans.timing import Blocks, durations
 from stagewright.graphs.documents.arrays import Floats
+
+
+def starts_of(problem: PipelineProblem, stages: Sequence[Stage], times: Timetable) -> Blocks:
+    """The start times of ``times`` as the checker's blocks.
+
+    The all-reduce and the optimizer step, which a makespan problem combines, are separated, and
+    transfers between stages on the same devices, which are no actions, are removed.
+    """
+    lasting = durations(problem, stages)
+    nowhere = np.full((1, problem.microbatches), np.nan)
+    reduced = np.nan_to_num(lasting[ActionKind.REDUCE])
+    starts = {
+        ActionKind.FORWARD: times.forward,
+        ActionKind.BACKWARD: times.backward,
+        ActionKind.SEND_FORWARD: np.concatenate([times.send_forward, nowhere]),
+        ActionKind.SEND_BACKWARD: np.concatenate([nowhere, times.send_backward]),
+        ActionKind.REDUCE: times.reduce[:, None],
+        ActionKind.UPDATE: times.reduce[:, None] + reduced,
+    }
+    return {
+        kind: np.where(np.isnan(seconds), np.nan, starts.get(kind, np.nan))
+        for kind, seconds in lasting.items()
+    }
+
+
+def timetable_of(starts: Blocks) -> Timetable:
+    """The inverse of :func:`starts_of`, for split stages on disjoint devices, whole backwards."""
+    begun = np.fmin(starts[ActionKind.REDUCE], starts[ActionKind.UPDATE])[:, 0]
+    return Timetable(
+        starts[ActionKind.FORWARD],
+        starts[ActionKind.BACKWARD],
+        starts[ActionKind.SEND_FORWARD][:-1],
+        starts[ActionKind.SEND_BACKWARD][1:],
+        np.where(np.isnan(begun), starts[ActionKind.BACKWARD].max(axis=1), begun),
+    )
 
 
 def assemble(

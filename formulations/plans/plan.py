@@ -29,9 +29,6 @@ from stagewright.graphs.documents.units import (
     require_positive,
 )
 
-FORMAT: Literal["stagewright-plan"] = "stagewright-plan"
-VERSION: Literal[1] = 1
-
 Begins = Literal["forward", "backward"]
 """What a finite schedule begins with; see `Schedule`."""
 
@@ -336,8 +333,8 @@ class PipelinePlan(Envelope):
     message_seconds: float | None = None
     message_bytes_per_second: float | None = None
     reference_seconds: float | None = None
-    format: Literal["stagewright-plan"] = FORMAT
-    version: Literal[1] = VERSION
+    format: Literal["stagewright-plan"] = "stagewright-plan"
+    version: Literal[1] = 1
     kind: Literal["pipeline"] = "pipeline"
 
     def __post_init__(self) -> None:
@@ -395,7 +392,7 @@ class PipelinePlan(Envelope):
 
 def load_plan(path: str | os.PathLike[str]) -> PipelinePlan:
     """Read a plan document; raises InputError, with one line, if it is not valid."""
-    return documents.read(PipelinePlan, path, FORMAT, VERSION)
+    return documents.read(PipelinePlan, path)
 
 
 def save_plan(plan: PipelinePlan, path: str | os.PathLike[str]) -> None:

@@ -10,8 +10,7 @@ from itertools import accumulate
 from typing import Protocol
 
 from stagewright.formulations.plans.actions import SEND_B, SEND_F, Action
-from stagewright.formulations.schedules.order import B, F, I, Order, W
-from stagewright.formulations.schedules.placements import Device
+from stagewright.formulations.schedules.order import B, Device, F, I, Order, W
 from stagewright.graphs.documents.errors import InputError
 
 ONE_MICROBATCH = "one microbatch of every stage"

@@ -116,7 +116,12 @@ def told_by(fields: Mapping[str, str], otherwise: str) -> Discriminator:
     return Discriminator(tag)
 
 
-def parse(kind: type[T], text: str | bytes, place: str, format_name: str, version: int) -> T:
+def format_name(kind: type[Any]) -> str:
+    """The format of documents of type ``kind``: the default of its field."""
+    return str(kind.__dataclass_fields__["format"].default)
+
+
+def parse(kind: type[T], text: str | bytes, place: str) -> T:
     """Read one document of type ``kind``; ``place`` (a file name) starts every message.
 
     Raises InputError in one line: truncated or malformed JSON, another format or version, unknown
@@ -131,8 +136,9 @@ def parse(kind: type[T], text: str | bytes, place: str, format_name: str, versio
         raise InputError(f"{place}: {error}") from None
     except ValueError as error:
         raise InputError(f"{place}: {not_json(_decoded(text), error)}") from None
-    if not isinstance(data, dict) or data.get("format") != format_name:
-        raise InputError(f"{place}: expected a {format_name!r} document, found {_shown(data)}")
+    expected, version = format_name(kind), kind.__dataclass_fields__["version"].default  # type: ignore[attr-defined]
+    if not isinstance(data, dict) or data.get("format") != expected:
+        raise InputError(f"{place}: expected a {expected!r} document, found {_shown(data)}")
     if data.get("version") != version or type(data["version"]) is not int:  # true == 1
         raise InputError(
             f"{place}: version {data.get('version')!r} is not known; this release reads {version}"
@@ -164,9 +170,9 @@ def _require_single_keys(pairs: list[tuple[str, Any]]) -> None:
         raise InputError(f"the field {twice!r} appears twice in one object")
 
 
-def read(kind: type[T], path: str | os.PathLike[str], format_name: str, version: int) -> T:
+def read(kind: type[T], path: str | os.PathLike[str]) -> T:
     """Read the document at ``path``; see :func:`parse`."""
-    return parse(kind, read_text(path), str(path), format_name, version)
+    return parse(kind, read_text(path), str(path))
 
 
 def format_of(path: str | os.PathLike[str]) -> str | None:
@@ -233,20 +239,17 @@ def write(kind: type[T], document: T, path: str | os.PathLike[str], what: str = 
     Raises InputError if ``document`` has another type, or the file cannot be written.
     """
     require_type(document, kind, "the document")
-    write_bytes(path, to_json(document).encode(), what)
+    write_file(path, to_json(document), what)
 
 
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write ``text`` to ``path`` atomically: a reader sees the old file or the complete new one."""
-    write_bytes(path, text.encode())
+def write_file(path: str | os.PathLike[str], content: str | bytes, what: str = "the file") -> None:
+    """Write ``content`` to ``path`` atomically: a reader sees the old file or the complete new one.
 
-
-def write_bytes(path: str | os.PathLike[str], data: bytes, what: str = "the file") -> None:
-    """Write ``data`` to ``path`` atomically, as :func:`write_text` does; ``what`` it is.
-
-    Pipes, devices and the file of standard output are written directly.
+    ``what`` it is, for messages. Pipes, devices and the file of standard output are written
+    directly.
     """
     path = file_name(path)
+    data = content.encode() if isinstance(content, str) else content
     try:
         if is_standard_output(path):
             sys.stdout.flush()

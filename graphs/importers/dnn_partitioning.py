@@ -10,16 +10,43 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Protocol, Self
+from typing import Annotated, Protocol, Self, TypeVar
 
 import networkx as nx
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.alias_generators import to_camel
 
+from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError, naming
 from stagewright.graphs.documents.units import MAX_DEVICES, format_bytes
-from stagewright.graphs.importers.records import Amount, CamelRecord, read_record
 from stagewright.graphs.models.chain import Chain
 from stagewright.graphs.models.operators.opgraph import Operator, OpGraph, linearise
+
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class PlainRecord(BaseModel):
+    """A record whose fields are named as here."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class CamelRecord(BaseModel):
+    """A record whose fields are named in camel case."""
+
+    model_config = ConfigDict(alias_generator=to_camel, extra="ignore", frozen=True)
+
+
+Read = TypeVar("Read", bound=BaseModel)
+
+
+def read_record(kind: type[Read], path: str | os.PathLike[str]) -> Read:
+    """A file as it is written. Raises InputError in one line with the file and the field."""
+    try:
+        return kind.model_validate_json(documents.read_text(path))
+    except ValidationError as error:
+        raise InputError(f"{path}: {documents.first_problem(error)}") from None
+
 
 _Count = Annotated[int, Field(ge=0, le=MAX_DEVICES)]
 

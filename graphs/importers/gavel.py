@@ -18,10 +18,9 @@ from typing import Any
 from pydantic_core import from_json
 
 from stagewright.graphs.documents import documents
-from stagewright.graphs.documents.documents import not_json
+from stagewright.graphs.documents.documents import format_name, not_json
 from stagewright.graphs.documents.errors import InputError, naming
 from stagewright.graphs.workloads.jobs import (
-    FORMAT,
     Job,
     PairRate,
     Rate,
@@ -118,7 +117,7 @@ def read_throughputs(path: str | os.PathLike[str]) -> Throughputs:
 
 def read_reference(path: str | os.PathLike[str]) -> Throughputs:
     """The throughputs of a jobs file, or of a table of Gavel's."""
-    if f'"{FORMAT}"' in documents.read_text(path):
+    if f'"{format_name(Workload)}"' in documents.read_text(path):
         return load_workload(path).throughputs
     return read_throughputs(path)
 

@@ -14,8 +14,7 @@ from pydantic import Field
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError, naming
-from stagewright.graphs.documents.units import parse_share
-from stagewright.graphs.importers.records import Amount, PlainRecord, read_record
+from stagewright.graphs.importers.dnn_partitioning import Amount, PlainRecord, read_record
 from stagewright.graphs.models.layer_profiles import LayerProfiles, Measured
 
 _FORWARD_SHARE = 1 / 3
@@ -44,26 +43,23 @@ class _File(PlainRecord):
     execution_time: _Times
 
 
-def read_metis(
-    folder: str | os.PathLike[str], forward_share: float = _FORWARD_SHARE
-) -> LayerProfiles:
+def read_metis(folder: str | os.PathLike[str]) -> LayerProfiles:
     """The profiles of a model.
 
-    ``forward_share`` of a layer's time is taken as its forward, which the files do not tell; the
-    optimizer's step is divided among the layers by their parameters. The source states both. Raises
-    InputError in one line with the file and the field.
+    A share of a layer's time is taken as its forward, which the files do not tell; the optimizer's
+    step is divided among the layers by their parameters. The source states both. Raises InputError
+    in one line with the file and the field.
     """
-    share = parse_share(forward_share, "forward_share")
     path = Path(documents.file_name(folder))
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     if not files:
         raise InputError(f"{path}: no DeviceType.KIND_tpT_bsB.json in this folder")
     read = {file: _read(file) for file in files}
-    measured = [_measured(file, found, share) for file, found in read.items()]
+    measured = [_measured(file, found) for file, found in read.items()]
     model = read[files[0]].model.model_name
     source = (
-        f"measured: Metis profiles of {model}; the forward is taken as {share:.3g} of a layer's "
-        "time, the optimizer's step divided by parameters"
+        f"measured: Metis profiles of {model}; the forward is taken as {_FORWARD_SHARE:.3g} of a "
+        "layer's time, the optimizer's step divided by parameters"
     )
     with naming(folder):
         return LayerProfiles(model, source, tuple(measured))
@@ -81,7 +77,7 @@ def _read(file: Path) -> _File:
     return found
 
 
-def _measured(file: Path, found: _File, share: float) -> Measured:
+def _measured(file: Path, found: _File) -> Measured:
     match = _NAME.fullmatch(file.stem)
     if match is None:
         raise InputError(f"{file}: the name must be DeviceType.KIND_tpT_bsB.json")
@@ -93,7 +89,7 @@ def _measured(file: Path, found: _File, share: float) -> Measured:
             match["kind"],
             int(match["size"]),
             int(match["tensor"]),
-            tuple(share * each for each in times),
-            tuple((1 - share) * each for each in times),
+            tuple(_FORWARD_SHARE * each for each in times),
+            tuple((1 - _FORWARD_SHARE) * each for each in times),
             tuple(step * each for each in parameters),
         )

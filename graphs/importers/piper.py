@@ -15,8 +15,14 @@ from pydantic import Field, model_validator
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError, naming
-from stagewright.graphs.importers.dnn_partitioning import Workload, read_workload, require_nodes
-from stagewright.graphs.importers.records import Amount, CamelRecord, read_record
+from stagewright.graphs.importers.dnn_partitioning import (
+    Amount,
+    CamelRecord,
+    Workload,
+    read_record,
+    read_workload,
+    require_nodes,
+)
 from stagewright.graphs.models.chain import Chain
 from stagewright.graphs.models.operators.opgraph import Operator, OpGraph, linearise
 

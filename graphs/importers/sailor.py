@@ -5,7 +5,6 @@ tensor degree to layer (counted from 0) to the seconds of forward, backward and 
 """
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +12,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError, naming
-from stagewright.graphs.models.layer_profiles import LayerProfiles, LayerSizes, Measured
+from stagewright.graphs.models.layer_profiles import LayerProfiles, Measured
 
 _Count = Annotated[int, Field(ge=1)]
 _Layer = Annotated[int, Field(ge=0)]
@@ -25,28 +24,21 @@ _FILE: TypeAdapter[dict[_Count, dict[_Count, dict[_Layer, _Times]]]] = TypeAdapt
 _NESTED = "profile.json"
 
 
-def read_sailor(
-    path: str | os.PathLike[str],
-    *,
-    name: str | None = None,
-    device_kind: str | None = None,
-    sizes: Sequence[LayerSizes] = (),
-) -> LayerProfiles:
+def read_sailor(path: str | os.PathLike[str], *, device_kind: str | None = None) -> LayerProfiles:
     """The profiles of a model: one file, or a folder with a file for every kind of device.
 
-    Raises InputError in one line with the file and the place in it. ``name``: name of the model; by
-    default that of the folder. ``device_kind``: the kind that a single file was measured on; by
-    default what its name says. ``sizes``: parameters and activations of the layers, which the files
-    do not hold.
+    Raises InputError in one line with the file and the place in it. ``device_kind``: the kind that
+    a single file was measured on; by default what its name says. The files do not hold parameters
+    and activations of the layers.
     """
     files = _files(Path(documents.file_name(path)))
     if device_kind is not None and len(files) > 1:
         raise InputError(f"{path}: a folder's files name their kinds; device_kind is for one file")
     measured = [one for file in files for one in _read(file, device_kind or _kind_of(file))]
-    model = name or _model_of(files[0])
+    model = _model_of(files[0])
     source = f"measured: Sailor profiles of {model}"
     with naming(path):
-        return LayerProfiles(model, source, tuple(measured), tuple(sizes))
+        return LayerProfiles(model, source, tuple(measured))
 
 
 def _files(path: Path) -> list[Path]:

@@ -10,9 +10,6 @@ from stagewright.graphs.machines.anchors import TimedLayer, TimedModel
 from stagewright.graphs.machines.rates import RateSet
 from stagewright.graphs.models.operations import MAX_SIZE
 
-FORMAT: Literal["stagewright-timed-layers"] = "stagewright-timed-layers"
-VERSION: Literal[1] = 1
-
 
 @documents.record
 class TimedUpdate:
@@ -59,10 +56,10 @@ class TimedLayers:
     update: TimedUpdate
     collectives: tuple[TimedCollective, ...] = ()
     skipped: tuple[str, ...] = ()
-    format: Literal["stagewright-timed-layers"] = FORMAT
-    version: Literal[1] = VERSION
+    format: Literal["stagewright-timed-layers"] = "stagewright-timed-layers"
+    version: Literal[1] = 1
 
 
 def read_timed_layers(path: str | os.PathLike[str]) -> TimedLayers:
     """The timings at ``path``; InputError, in one line, if they are not valid."""
-    return documents.read(TimedLayers, path, FORMAT, VERSION)
+    return documents.read(TimedLayers, path)

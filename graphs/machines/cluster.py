@@ -22,9 +22,6 @@ from stagewright.graphs.documents.units import (
 )
 from stagewright.graphs.machines.pairs import DensePairs, NestedPairs, Pairs
 
-FORMAT: Literal["stagewright-cluster"] = "stagewright-cluster"
-VERSION: Literal[1] = 1
-
 
 @documents.record
 class Device:
@@ -121,8 +118,8 @@ class Cluster:
     message_seconds: float | None = None
     message_bytes_per_second: float | None = None
     source: str | None = None
-    format: Literal["stagewright-cluster"] = FORMAT
-    version: Literal[1] = VERSION
+    format: Literal["stagewright-cluster"] = "stagewright-cluster"
+    version: Literal[1] = 1
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -282,7 +279,7 @@ def from_matrix(
 
 def load_cluster(path: str | os.PathLike[str]) -> Cluster:
     """Read a cluster document; raises InputError, with one line, if it is not valid."""
-    return documents.read(Cluster, path, FORMAT, VERSION)
+    return documents.read(Cluster, path)
 
 
 def save_cluster(cluster: Cluster, path: str | os.PathLike[str]) -> None:

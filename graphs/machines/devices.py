@@ -38,9 +38,6 @@ from stagewright.graphs.documents.units import (
     require_count,
 )
 
-FORMAT: Literal["stagewright-device"] = "stagewright-device"
-VERSION: Literal[1] = 1
-
 GENERIC = "generic"
 """The kind of device where none is named."""
 
@@ -83,8 +80,8 @@ class Accelerator:
     nvlink_bytes_per_second: float = NVLINK
     nvlink_domain: int = 8
     source: str | None = None
-    format: Literal["stagewright-device"] = FORMAT
-    version: Literal[1] = VERSION
+    format: Literal["stagewright-device"] = "stagewright-device"
+    version: Literal[1] = 1
 
     def __post_init__(self) -> None:
         if re.fullmatch(r"[^\s,:=/]+", self.name) is None or self.name.endswith(".json"):
@@ -224,7 +221,7 @@ def read_kind(kind: str) -> str | Accelerator:
 
 def read_accelerator(path: str | os.PathLike[str]) -> Accelerator:
     """The kind of device that the JSON file at ``path`` describes; see :func:`read_kind`."""
-    own = documents.read(Accelerator, path, FORMAT, VERSION)
+    own = documents.read(Accelerator, path)
     if own.name.lower() in ACCELERATORS:
         raise InputError(
             f"{path}: {own.name!r} is a kind that is built in; choose another name, for example "

@@ -73,7 +73,7 @@ def minimum_cut(weights: Floats) -> tuple[float, NDArray[np.bool_]]:
     """
     size = len(weights)
     degrees = weights.sum(axis=1)
-    lone = _first_minimum(degrees)
+    lone = int(np.flatnonzero(degrees <= degrees.min() * (1 + ROUNDING))[0])
     best, side = float(degrees[lone]), np.arange(size) == lone
     lightest = weights[~np.eye(size, dtype=bool)].min()
     if size <= 3 or 2 * (size - 2) * lightest >= best:
@@ -97,10 +97,6 @@ def _prefers_swap(first: Ints, second: Ints, left: Floats, right: Floats) -> boo
     if abs(kept - swapped) > ROUNDING * max(kept, swapped):
         return bool(swapped > kept)
     return bool(second.min() < first.min())
-
-
-def _first_minimum(values: Floats) -> int:
-    return int(np.flatnonzero(values <= values.min() * (1 + ROUNDING))[0])
 
 
 def _maximum_adjacency_order(weights: Floats) -> tuple[Ints, Floats]:

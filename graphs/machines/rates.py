@@ -18,9 +18,6 @@ from stagewright.graphs.machines.anchors import Anchor
 from stagewright.graphs.machines.devices import Accelerator, accelerator
 from stagewright.graphs.machines.stack_memory import STACK_MEMORY, stack_memory
 
-FORMAT: Literal["stagewright-rates"] = "stagewright-rates"
-VERSION: Literal[1] = 1
-
 FOLDER = Path(__file__).parent / "rate_sets"
 
 Feature = Literal[
@@ -203,8 +200,8 @@ class RateSet:
     anchor: Anchor | None = None
     most_devices: int | None = None
     longest_sequence: int | None = None
-    format: Literal["stagewright-rates"] = FORMAT
-    version: Literal[1] = VERSION
+    format: Literal["stagewright-rates"] = "stagewright-rates"
+    version: Literal[1] = 1
 
     def __str__(self) -> str:
         """The name, with what was borrowed and what it was fitted to."""
@@ -259,7 +256,7 @@ def _rates_stack(framework: str) -> str:
 
 def read_rates(path: str | os.PathLike[str]) -> RateSet:
     """The rate set in the JSON file at ``path``; InputError, in one line, if it is not valid."""
-    return documents.read(RateSet, path, FORMAT, VERSION)
+    return documents.read(RateSet, path)
 
 
 @lru_cache(maxsize=1)

@@ -15,13 +15,6 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_LAYERS, require_count, require_positive
 from stagewright.graphs.models.blocks import Block, Variant, fields_of, require_variants
 from stagewright.graphs.models.diffusion import Diffusion
-from stagewright.graphs.models.feed_forwards import (
-    Experts,
-    FeedForward,
-    Operators,
-    fed,
-    mixture,
-)
 from stagewright.graphs.models.mixers import (
     AnyAttention,
     AnyMixer,
@@ -30,12 +23,17 @@ from stagewright.graphs.models.mixers import (
     mixed,
 )
 from stagewright.graphs.models.operations import (
+    Experts,
+    FeedForward,
     LayerOperation,
+    Operators,
     dense,
     dropout,
     elementwise,
     embedding,
+    fed,
     loss,
+    mixture,
     norm,
     require_number,
     require_sizes,

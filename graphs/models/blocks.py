@@ -6,8 +6,8 @@ from typing import Any
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.feed_forwards import Experts, FeedForward
 from stagewright.graphs.models.mixers import AnyAttention, AnyMixer
+from stagewright.graphs.models.operations import Experts, FeedForward
 from stagewright.graphs.models.recurrences import RECURRENT
 
 

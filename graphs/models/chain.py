@@ -14,8 +14,6 @@ from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_amount, require_positive
 
-FORMAT: Literal["stagewright-model"] = "stagewright-model"
-VERSION: Literal[1] = 1
 MAX_LAYER_BYTES = 1e18  # an exabyte
 MAX_LAYER_SECONDS = 1e5  # a day per layer and microbatch: the times must be in milliseconds
 
@@ -201,8 +199,8 @@ class Chain:
     layers: tuple[Layer, ...]
     optimizer_bytes_per_parameter_byte: float = 2.0
     reference_seconds: float | None = None
-    format: Literal["stagewright-model"] = FORMAT
-    version: Literal[1] = VERSION
+    format: Literal["stagewright-model"] = "stagewright-model"
+    version: Literal[1] = 1
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -332,7 +330,7 @@ def shares_on(chain: Chain, device_kind: str, samples: int, unknown: float) -> F
 
 def load_model(path: str | os.PathLike[str]) -> Chain:
     """Read a model document; raises InputError, with one line, if it is not valid."""
-    return documents.read(Chain, path, FORMAT, VERSION)
+    return documents.read(Chain, path)
 
 
 def save_model(chain: Chain, path: str | os.PathLike[str]) -> None:

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.feed_forwards import Operators
 from stagewright.graphs.models.mixers import GroupedAttention
 from stagewright.graphs.models.operations import (
     LayerOperation,
+    Operators,
     dense,
     elementwise,
     embedding,

@@ -7,8 +7,8 @@ from pydantic import Tag
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.feed_forwards import Operators
 from stagewright.graphs.models.operations import (
+    Operators,
     dense,
     elementwise,
     fused_attention,

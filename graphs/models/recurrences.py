@@ -10,8 +10,13 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.feed_forwards import Operators
-from stagewright.graphs.models.operations import LayerOperation, dense, elementwise, require_sizes
+from stagewright.graphs.models.operations import (
+    LayerOperation,
+    Operators,
+    dense,
+    elementwise,
+    require_sizes,
+)
 
 Rule = Literal["ssd", "delta", "kda", "lightning"]
 

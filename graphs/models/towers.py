@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Literal
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_LAYERS, counted, require_count
-from stagewright.graphs.models.feed_forwards import FeedForward, Operators
 from stagewright.graphs.models.mixers import GroupedAttention
 from stagewright.graphs.models.operations import (
+    FeedForward,
     LayerOperation,
+    Operators,
     dense,
     dropout,
     elementwise,

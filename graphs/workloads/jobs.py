@@ -12,8 +12,6 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError, naming
 from stagewright.graphs.documents.units import require_amount, require_count
 
-FORMAT: Literal["stagewright-jobs"] = "stagewright-jobs"
-VERSION: Literal[1] = 1
 _MAX_SCALE = 16_384
 _MOST_SAMPLES = 1 << 30  # of a step, or tokens of a sample
 _MOST_RATIO = 1e9  # of weights
@@ -273,8 +271,8 @@ class Workload:
     throughputs: Throughputs = Throughputs(())
     entities: tuple[Entity, ...] = ()
     trainings: tuple[Training, ...] = ()
-    format: Literal["stagewright-jobs"] = FORMAT
-    version: Literal[1] = VERSION
+    format: Literal["stagewright-jobs"] = "stagewright-jobs"
+    version: Literal[1] = 1
 
     def __post_init__(self) -> None:
         if not self.jobs:
@@ -365,7 +363,7 @@ def load_workload(path: str | os.PathLike[str]) -> Workload:
 
     Raises InputError as of :func:`documents.read` and ``importers.hf_config.read_fields``.
     """
-    found = documents.read(Workload, path, FORMAT, VERSION)
+    found = documents.read(Workload, path)
     with naming(path):
         trainings = tuple(_with_fields(one, Path(path).parent) for one in found.trainings)
     return replace(found, trainings=trainings) if trainings else found

@@ -1,6 +1,5 @@
 """The accelerators that a cluster's jobs share: types, counts, servers and prices."""
 
-import os
 import re
 from pathlib import Path
 from typing import Literal
@@ -8,11 +7,8 @@ from typing import Literal
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_amount, require_count, require_type
-from stagewright.graphs.machines.cluster import FORMAT as CLUSTER
 from stagewright.graphs.machines.cluster import Cluster, load_cluster
 
-FORMAT: Literal["stagewright-pool"] = "stagewright-pool"
-VERSION: Literal[1] = 1
 _MAX_ACCELERATORS = 10_000_000
 
 _SPELLING = re.compile(
@@ -58,8 +54,8 @@ class Pool:
     """The accelerators of a cluster, by type."""
 
     accelerators: tuple[Accelerator, ...]
-    format: Literal["stagewright-pool"] = FORMAT
-    version: Literal[1] = VERSION
+    format: Literal["stagewright-pool"] = "stagewright-pool"
+    version: Literal[1] = 1
 
     def __post_init__(self) -> None:
         if not self.accelerators:
@@ -124,11 +120,6 @@ def pool_of_cluster(cluster: Cluster) -> Pool:
     return Pool(tuple(accelerators))
 
 
-def load_pool(path: str | os.PathLike[str]) -> Pool:
-    """Read a pool file; see :func:`documents.read` for the errors."""
-    return documents.read(Pool, path, FORMAT, VERSION)
-
-
 def read_pool(text: str, name: str = "cluster") -> Pool:
     """The accelerators that a text spells, or those of the pool file or cluster file that it names.
 
@@ -142,6 +133,6 @@ def read_pool(text: str, name: str = "cluster") -> Pool:
             f"{name.lstrip('-')} {text!r}: there is no such file; accelerators are spelled "
             "v100=36,k80=9x4"
         )
-    if f'"{CLUSTER}"' in documents.read_text(path):
+    if f'"{documents.format_name(Cluster)}"' in documents.read_text(path):
         return pool_of_cluster(load_cluster(path))
-    return load_pool(path)
+    return documents.read(Pool, path)

@@ -15,8 +15,6 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_amount, require_count
 
-FORMAT: Literal["stagewright-prices"] = "stagewright-prices"
-VERSION: Literal[1] = 1
 MAX_GPUS = 1024
 HOUR = 3600.0
 
@@ -120,8 +118,8 @@ class Market:
     """The price series of all instances that can be rented."""
 
     series: tuple[PriceSeries, ...]
-    format: Literal["stagewright-prices"] = FORMAT
-    version: Literal[1] = VERSION
+    format: Literal["stagewright-prices"] = "stagewright-prices"
+    version: Literal[1] = 1
 
     def __post_init__(self) -> None:
         if not self.series:
@@ -154,7 +152,7 @@ def merge(markets: Iterable[Market]) -> Market:
 
 def load_market(path: str | os.PathLike[str]) -> Market:
     """Read a prices file; see :func:`documents.read` for the errors."""
-    return documents.read(Market, path, FORMAT, VERSION)
+    return documents.read(Market, path)
 
 
 def save_market(market: Market, path: str | os.PathLike[str]) -> None:

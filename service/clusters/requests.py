@@ -2,13 +2,15 @@
 
 import re
 from difflib import get_close_matches
+from functools import partial
 from typing import Annotated, Self, get_args
 
 from pydantic import Field, model_validator
 
 from stagewright.executor.clusters.rates import require_settings
 from stagewright.formulations.clusters.allocation_plan import AllocationPlan, load_allocation
-from stagewright.formulations.clusters.round_document import ClusterRound, Launcher, load_round
+from stagewright.formulations.clusters.round_document import ClusterRound, Launcher
+from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError, naming
 from stagewright.graphs.documents.units import (
     parse_bandwidth,
@@ -19,8 +21,7 @@ from stagewright.graphs.documents.units import (
 from stagewright.graphs.workloads.jobs import Throughputs, Workload, load_workload
 from stagewright.graphs.workloads.poisson import LOADS
 from stagewright.graphs.workloads.pool import Pool, read_pool
-from stagewright.service.options import Option
-from stagewright.service.requests import Request, SearchRequest, require_positive
+from stagewright.service.requests import Option, Request, SearchRequest, require_positive
 
 MOST_ROUNDS = 100_000
 
@@ -215,7 +216,9 @@ class RoundsRequest(_JobsPolicyRequest, SearchRequest):
     """Time limit of the search in seconds."""
     to: Annotated[Launcher | None, Option(form="FORMAT", known=get_args(Launcher))] = None
     """Launch files of the first round: slurm, kueue, torchrun."""
-    after: Annotated[ClusterRound | None, Option(form="FILE", of_file=load_round)] = None
+    after: Annotated[
+        ClusterRound | None, Option(form="FILE", of_file=partial(documents.read, ClusterRound))
+    ] = None
     """The round.json of the round that runs now: jobs stay where they can, shares go on."""
     nodes: Annotated[
         dict[str, tuple[str, ...]] | None, Option(form="KIND=NAMES,...", of_text=_nodes)

@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from stagewright.executor.clusters.outages import outages
-from stagewright.executor.clusters.rates import RatePlace
-from stagewright.executor.clusters.rules import MOST_ROUNDS, ClusterRules
+from stagewright.executor.clusters.rates import RatePlace, outages
 from stagewright.executor.clusters.simulation import ClusterState
 from stagewright.executor.clusters.simulation import simulate_cluster as simulate
-from stagewright.executor.clusters.timeline import ClusterTimeline
+from stagewright.executor.clusters.timeline import MOST_ROUNDS, ClusterRules, ClusterTimeline
 from stagewright.formulations.clusters.allocation import problem_of
 from stagewright.formulations.forms.answers import Progress, Status, StopToken, silent
 from stagewright.graphs.documents.errors import InputError

@@ -1,4 +1,4 @@
-"""The application: jobs of every kind submitted, watched, stopped, and their answers read.
+"""The application: the page, and jobs submitted, watched, stopped, and their answers read.
 
 A request is validated before it is queued, by the model that users of Python have. Nothing of a
 request is opened as a path or imported.
@@ -6,22 +6,78 @@ request is opened as a path or imported.
 
 import re
 import time
+from functools import cache
+from importlib.resources import files
 from urllib.parse import urlsplit
 
-from fastapi import Request
+from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi.responses import RedirectResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from stagewright.executor.drawing.web.render import FOLDER as DRAWING
 from stagewright.service import tracing
-from stagewright.service.http import admin, downloads, health, jobs, pages, submitting, uploads
+from stagewright.service.http import downloads, health, jobs, submitting, uploads
 from stagewright.service.http.audit import audit_request
-from stagewright.service.http.guard import Service
+from stagewright.service.http.guard import Service, Serving
 from stagewright.service.http.identity import Forwarded, Proxies
-from stagewright.service.http.openapi import Application
+from stagewright.service.http.openapi import Application, Html
 from stagewright.service.http.problems import add_handlers, problem
 from stagewright.service.http.tokens import has_token, without_tokens
-from stagewright.service.metrics import REQUESTS, note
+from stagewright.service.tracing import REQUESTS, note
+
+OWN = "stagewright.service.http.page"
+MEDIA_TYPES = {
+    "css": "text/css", "html": "text/html", "js": "text/javascript", "json": "application/json",
+    "svg": "image/svg+xml",
+}  # fmt: skip
+
+router = APIRouter(include_in_schema=False)  # the page holds nothing that needs a token
+
+
+@router.get("/")
+def show_page(service: Serving) -> Response:
+    """The page; under a prefix it is also shown without the slash after it."""
+    root = service.proxies.root_path
+    if root:
+        return Html(_content("index.html").replace(b'"page/', f'"{root}/page/'.encode()))
+    return _response("index.html")
+
+
+@router.get("/admin")
+def show_administration() -> Response:
+    """The page, where administrators see the queue, the workers and the users."""
+    return RedirectResponse("./#/admin")
+
+
+@router.get("/page/{name}")
+def read_file(name: str) -> Response:
+    """A file that the page loads; its names are those in the two folders alone."""
+    return _response(name)
+
+
+def _response(name: str) -> Response:
+    if name not in _folders():
+        raise HTTPException(404, f"there is no file {name!r}")
+    return Response(_content(name), media_type=MEDIA_TYPES[name.rpartition(".")[2]])
+
+
+@cache
+def _folders() -> dict[str, str]:
+    """The folder of each file that browsers load."""
+    return {
+        one.name: folder
+        for folder in (DRAWING, OWN)
+        for one in files(folder).iterdir()
+        if one.name.rpartition(".")[2] in MEDIA_TYPES
+    }
+
+
+@cache
+def _content(name: str) -> bytes:
+    return files(_folders()[name]).joinpath(name).read_bytes()
+
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _LOCAL = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE | re.ASCII)
@@ -54,8 +110,9 @@ def create_app(service: Service | None) -> Application:
     app.add_middleware(_Secured)
     app.add_middleware(_Watched)
     app.add_middleware(Forwarded, proxies=proxies)
-    for module in (submitting, jobs, downloads, uploads, admin, health, pages):
-        app.include_router(module.router)
+    routers = (one.router for one in (submitting, jobs, downloads, uploads))
+    for each in (*routers, jobs.administration, health.router, router):
+        app.include_router(each)
     return app
 
 

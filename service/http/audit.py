@@ -10,7 +10,7 @@ from starlette.types import Scope
 
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.http.tokens import Caller, without_tokens
-from stagewright.service.metrics import LOG, Lines, note
+from stagewright.service.tracing import LOG, Lines, note
 
 WHAT = "audit"
 _REFUSED = (401, 403)  # further requests of an address, or user, who sends too many are not listed

@@ -11,7 +11,7 @@ from fastapi import APIRouter, HTTPException, Path, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from stagewright.executor.export import FORMATS
-from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
+from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.units import MAX_DEVICES
 from stagewright.service.exporting import export
@@ -203,8 +203,7 @@ def compare_with_run(
 
     What ``compare --json`` prints, with the ``measured`` timeline as the page draws it.
     """
-    from stagewright.executor.drawing.lanes import table
-    from stagewright.executor.drawing.plan_lanes import plan_drawing
+    from stagewright.executor.drawing.lanes import plan_drawing, table
     from stagewright.executor.measuring.compare import measured_plan
     from stagewright.service.pipelines.plans import compare
 
@@ -244,7 +243,7 @@ def _document(job: ServiceJob) -> str:
 
 
 def _plan(job: ServiceJob) -> PipelinePlan:
-    return documents.parse(PipelinePlan, _document(job), "plan", FORMAT, VERSION)
+    return documents.parse(PipelinePlan, _document(job), "plan")
 
 
 def _request(job: ServiceJob) -> PlanRequest:

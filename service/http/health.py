@@ -19,7 +19,7 @@ from stagewright.service.jobs.overview import (
 )
 from stagewright.service.jobs.records import DeliveryState, State
 from stagewright.service.jobs.store import ServiceStore
-from stagewright.service.metrics import REGISTRY
+from stagewright.service.tracing import REGISTRY
 from stagewright.service.workers.worker import SILENT_SECONDS
 
 router = APIRouter(responses=refused(403))

@@ -1,4 +1,4 @@
-"""Routes of jobs: list, watch, stop, try again."""
+"""Routes of jobs: list, watch, stop, try again; and of administrators."""
 
 import asyncio
 import json
@@ -6,18 +6,20 @@ import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Annotated
 
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
+from pydantic import BaseModel, TypeAdapter
 from sqlalchemy.exc import SQLAlchemyError
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from stagewright.service.http.guard import (
     ID,
+    Administrator,
     Changeable,
     Readable,
     Reader,
@@ -28,6 +30,7 @@ from stagewright.service.http.guard import (
 from stagewright.service.http.openapi import GUARDED, Events, JsonText, Responses, answered, refused
 from stagewright.service.http.tokens import SEEN_SECONDS, Caller, Scope
 from stagewright.service.http.views import EventView, JobPage, JobView, view
+from stagewright.service.jobs.overview import Overview, overview
 from stagewright.service.jobs.records import Event, JobEnding, ServiceJob, State
 from stagewright.service.jobs.store import EVENTS_READ, PAGE, ServiceStore
 from stagewright.service.whole_answers import printed
@@ -43,6 +46,7 @@ _EVENT: Responses = {
 }
 _News = tuple[ServiceJob | None, list[tuple[int, ServerSentEvent]]]
 router = APIRouter(prefix="/v1/jobs", responses=refused(*GUARDED, 404))
+administration = APIRouter(prefix="/v1", responses=refused(*GUARDED))
 
 
 @router.get("")
@@ -233,3 +237,54 @@ def _read(store: ServiceStore, job: str, after: int) -> _News:
 def _sent(one: Event) -> ServerSentEvent:
     data = json.dumps(json.loads(one.data) | {"at": one.at})
     return ServerSentEvent(data, event=one.name, id=str(one.number))
+
+
+LEAST_SECONDS, MOST_SECONDS = 1.0, 4.0  # between overviews of a stream
+_JSON = TypeAdapter(Overview)
+
+
+class CallerView(BaseModel):
+    """Who asks, and what they may do."""
+
+    user: str
+    scope: Scope
+
+
+@administration.get("/me")
+def read_caller(caller: Reader) -> CallerView:
+    """Who you are here, and what your token allows."""
+    return CallerView(user=caller.user, scope=caller.scope)
+
+
+@administration.get("/admin")
+def read_overview(caller: Administrator, service: Serving) -> Overview:
+    """Who waits and why, workers and what they do, users."""
+    return overview(service.store)
+
+
+@administration.get("/admin/events", include_in_schema=False)  # it never ends
+async def stream_overviews(
+    request: Request, caller: Administrator, service: Serving
+) -> EventSourceResponse:
+    """The overview as server-sent events, whenever a job is queued, begun, or has ended."""
+    service.limits.require_watchable(service.streams[caller.user])
+    told = _overviews(service, caller, request)
+    return EventSourceResponse(counted(told, service.streams, caller.user))
+
+
+async def _overviews(
+    service: Service, caller: Caller, request: Request
+) -> AsyncIterator[ServerSentEvent]:
+    news, store = Alarm(), service.store
+    with ExitStack() as stack:
+        for name in (*State, "asked"):
+            stack.enter_context(store.signals.subscribed(news.wake, name=name))
+        while not await request.is_disconnected():
+            news.clear()
+            began = time.monotonic()
+            found = await run_sync(overview, store, limiter=READERS)
+            yield ServerSentEvent(_JSON.dump_json(found).decode(), event="overview")
+            # A store that answers slowly is asked the less often.
+            await asyncio.sleep(max(LEAST_SECONDS, 10 * (time.monotonic() - began)))
+            if not await may_go_on(service, caller, news, MOST_SECONDS):
+                return

@@ -24,7 +24,7 @@ from stagewright.service.http.webhooks import POLL_SECONDS, Deliverer, Webhooks
 from stagewright.service.jobs.queue import QueueRules
 from stagewright.service.jobs.store import ServiceStore
 from stagewright.service.jobs.upkeep import RepeatedStep, retention
-from stagewright.service.metrics import LOG
+from stagewright.service.tracing import LOG
 from stagewright.service.workers.processes import LocalProcess, Start
 from stagewright.service.workers.worker import SILENT_SECONDS, JobLimits, Worker
 

@@ -22,8 +22,8 @@ from stagewright.service.http.views import JobView, canonical, view
 from stagewright.service.http.webhooks import Webhooks
 from stagewright.service.jobs.kinds import KINDS, parse_request, seconds_of, title_of
 from stagewright.service.jobs.records import ServiceJob
-from stagewright.service.metrics import CACHED, SUBMITTED
 from stagewright.service.requests import Request as JobRequest
+from stagewright.service.tracing import CACHED, SUBMITTED
 
 router = APIRouter(responses=refused(*GUARDED, 408, 413))
 

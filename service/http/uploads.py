@@ -10,7 +10,6 @@ from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request, Res
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
-from stagewright.executor.programs import trace
 from stagewright.executor.programs.trace import Trace
 from stagewright.formulations.prices.analytic import architecture_model
 from stagewright.formulations.prices.computing import PrecisionName
@@ -19,12 +18,10 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import parse_bytes
 from stagewright.graphs.importers.hf_config import parse_hf_config
 from stagewright.graphs.importers.machine_lists import listed_server
-from stagewright.graphs.machines import cluster
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.machines.devices import GENERIC
 from stagewright.graphs.machines.rates import published_rates
 from stagewright.graphs.machines.topology import server_of
-from stagewright.graphs.models import chain
 from stagewright.graphs.models.chain import Chain
 from stagewright.service.http.guard import Reader, Service, Serving, Submitter
 from stagewright.service.http.limits import RequestLimits
@@ -247,7 +244,7 @@ def own_trace(service: Service, user: str, upload: str) -> Trace:
     found, text = _own_upload(service, user, upload)
     if found.kind != Kind.TRACE:
         raise InputError(f"trace: upload {upload!r} is a {found.kind}, not a trace")
-    return documents.parse(Trace, text, found.name, trace.FORMAT, trace.VERSION)
+    return documents.parse(Trace, text, found.name)
 
 
 def resolved(service: Service, user: str, text: bytes) -> bytes:
@@ -287,10 +284,10 @@ def _name_of(kind: Kind, text: bytes) -> str:
     """The name that a document gives itself; raises InputError if it is not valid."""
     if kind is Kind.MODEL:
         _require_costs(text)
-        return documents.parse(Chain, text, kind, chain.FORMAT, chain.VERSION).name
+        return documents.parse(Chain, text, kind).name
     if kind is Kind.CLUSTER:
-        return documents.parse(Cluster, text, kind, cluster.FORMAT, cluster.VERSION).name
-    return documents.parse(Trace, text, kind, trace.FORMAT, trace.VERSION).model
+        return documents.parse(Cluster, text, kind).name
+    return documents.parse(Trace, text, kind).model
 
 
 def _require_costs(text: bytes) -> None:

@@ -25,7 +25,7 @@ from stagewright.service.http.views import view
 from stagewright.service.jobs.records import DeliveryState
 from stagewright.service.jobs.rows import DELIVERIES, JOBS
 from stagewright.service.jobs.store import ServiceStore
-from stagewright.service.metrics import DELIVERED
+from stagewright.service.tracing import DELIVERED
 
 SECRET = "STAGEWRIGHT_WEBHOOK_SECRET"  # the variable of the environment
 _LEAST_SECRET = 24  # characters

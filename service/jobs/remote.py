@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from stagewright.formulations.forms.answers import Progress, Status
-from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
+from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.plans.plan_class import PlanClass
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
@@ -122,7 +122,7 @@ def job_of(found: Mapping[str, Any]) -> JobState:
 
 def plan_of(response: "httpx.Response") -> PipelinePlan:
     """The plan that a response has."""
-    return documents.parse(PipelinePlan, checked(response).text, "plan", FORMAT, VERSION)
+    return documents.parse(PipelinePlan, checked(response).text, "plan")
 
 
 def text_or_none(response: "httpx.Response") -> str | None:

@@ -30,7 +30,7 @@ from stagewright.service.jobs.records import (
     State,
     StoppedBy,
 )
-from stagewright.service.metrics import note
+from stagewright.service.tracing import note
 
 FIRST = "0001"  # of stores that were made before there were revisions
 _LOCK = 0x5354_4147  # names the lock of PostgreSQL's: any number that no one else takes

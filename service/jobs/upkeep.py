@@ -14,7 +14,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.jobs.store import ServiceStore
-from stagewright.service.metrics import LOG
+from stagewright.service.tracing import LOG
 
 
 def back_up(url: str, target: Path) -> None:

@@ -16,8 +16,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_seconds
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.machines.rates import Spread
-from stagewright.graphs.models.analytic_sizes import with_sizes
-from stagewright.graphs.models.layer_profiles import LayerProfiles, Measured
+from stagewright.graphs.models.layer_profiles import LayerProfiles, Measured, with_sizes
 from stagewright.graphs.models.shards import LayerSplit, shares_of
 from stagewright.graphs.models.splits import require_split
 from stagewright.service.layouts.problems import profiled_problem

@@ -15,8 +15,7 @@ from stagewright.graphs.machines.rates import (
     rates_named,
 )
 from stagewright.service.answers import CARRIED, Answer, Finite, NotebookAnswer, ShownAnswer
-from stagewright.service.options import Option
-from stagewright.service.requests import Request
+from stagewright.service.requests import Option, Request
 
 
 class RatesRequest(Request):

@@ -15,8 +15,7 @@ from stagewright.formulations.forms.answers import (
 )
 from stagewright.formulations.pipelines.makespan import Timetable
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
-from stagewright.formulations.schedules.order import Order
-from stagewright.formulations.schedules.placements import Device
+from stagewright.formulations.schedules.order import Device, Order
 from stagewright.formulations.schedules.published.kinds import KINDS, OPTIMAL
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.schedules.requests import (

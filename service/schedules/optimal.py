@@ -8,7 +8,7 @@ from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
 from stagewright.formulations.pipelines.bounds.stages import quick_bound
 from stagewright.formulations.pipelines.makespan import Timetable
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
-from stagewright.formulations.schedules.placements import Device
+from stagewright.formulations.schedules.order import Device
 from stagewright.formulations.schedules.published.kinds import OPTIMAL
 from stagewright.formulations.schedules.timing import ONE_MICROBATCH
 from stagewright.graphs.documents.errors import InputError

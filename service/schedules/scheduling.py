@@ -57,7 +57,7 @@ def require_scheduler(request: SolveRequest) -> None:
     InputError
         If there is no such backend, or it takes neither intervals nor integers.
     """
-    from stagewright.solvers.backends.schedulers import scheduler
+    from stagewright.solvers.backends.backend import scheduler
 
     flexible = isinstance(request, JobShopRequest) and request.problem.is_flexible
     scheduler(request.limits(), choices=flexible)

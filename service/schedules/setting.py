@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from stagewright.formulations.pipelines.makespan import MakespanProblem
-from stagewright.formulations.schedules.placements import (
+from stagewright.formulations.schedules.order import (
     Device,
     allows,
     both_directions,

@@ -18,7 +18,7 @@ from stagewright.service.jobs.queue import MOST_ATTEMPTS, JobLeaseLostError, Que
 from stagewright.service.jobs.records import JobEnd, JobEnding, ServiceJob, State, StoppedBy
 from stagewright.service.jobs.store import ServiceStore
 from stagewright.service.jobs.upkeep import RepeatedStep
-from stagewright.service.metrics import JOB_ENDS, LOST, RUNS, WAITS
+from stagewright.service.tracing import JOB_ENDS, LOST, RUNS, WAITS
 from stagewright.service.workers.processes import (
     Begun,
     Better,

@@ -1,4 +1,7 @@
-"""CVXPY answers ``LinearProgram`` with HiGHS: the form is written out as CVXPY's algebra."""
+"""CVXPY answers ``LinearProgram``, written out as its algebra, and ``Convex``.
+
+Linear programs are solved with HiGHS, others with Clarabel.
+"""
 
 import math
 import warnings
@@ -9,7 +12,7 @@ import cvxpy as cp
 import numpy as np
 
 from stagewright.formulations.forms.answers import Answer, Limits, OnProgress, Status
-from stagewright.formulations.forms.models import LinearProgram
+from stagewright.formulations.forms.models import Convex, LinearProgram
 from stagewright.graphs.documents.arrays import Bools, Floats
 from stagewright.solvers.backends.backend import UnknownStatusError
 
@@ -122,3 +125,34 @@ class _Program:
         """HiGHS's information about its run."""
         assert self.problem.solver_stats is not None
         return self.problem.solver_stats.extra_stats
+
+
+GAP = 1e-10  # of Clarabel's primal and dual, absolute and relative
+
+
+def run_convex(form: Convex, limits: Limits, on_progress: OnProgress) -> Answer[Floats]:
+    """The optimum; without one there are no values. The constraints keep their duals.
+
+    Only HiGHS uses the threads and the seed: there is no chance in Clarabel.
+    """
+    began = perf_counter()
+    problem: cp.Problem = form.problem
+    solver, options = _solver(problem, limits)
+    with np.errstate(divide="ignore"):  # of inv_pos at CVXPY's first point
+        status = solved(problem, solver, options)
+    seconds = perf_counter() - began
+    name = f"cvxpy-{solver.lower()}"
+    if status is Status.NO_ANSWER:
+        unproved = -math.inf if isinstance(problem.objective, cp.Minimize) else math.inf
+        return Answer(status, None, None, unproved, seconds, name)
+    value = float(problem.value)  # infinite without an optimum
+    if status is not Status.OPTIMAL:
+        return Answer(status, None, None, value, seconds, name)
+    return Answer(status, np.asarray(form.variable.value), value, value, seconds, name)
+
+
+def _solver(problem: cp.Problem, limits: Limits) -> tuple[str, dict[str, Any]]:
+    if problem.is_lp():
+        return cp.HIGHS, highs_options(limits)
+    options = {"time_limit": float(limits.seconds), "tol_gap_rel": GAP, "tol_gap_abs": GAP}
+    return cp.CLARABEL, options

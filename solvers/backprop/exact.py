@@ -20,7 +20,7 @@ from stagewright.formulations.pipelines.makespan_models import CP_SAT
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.graphs.documents.errors import InvalidPlan
-from stagewright.solvers.backends.schedulers import scheduler, solve_intervals
+from stagewright.solvers.backends.backend import scheduler, solve_intervals
 from stagewright.solvers.backprop.list_scheduling import improve, insert, list_schedule
 from stagewright.solvers.backprop.tabu import tabu_search
 

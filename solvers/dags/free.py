@@ -11,7 +11,7 @@ from ortools.sat.python import cp_model
 
 from stagewright.formulations.dags.problem import DagProblem, PlacedSet
 from stagewright.formulations.forms.answers import Limits, OnProgress, Status, silent
-from stagewright.formulations.forms.disjunctive import in_ticks, lost_seconds, memory_shares, tick
+from stagewright.formulations.forms.models import in_ticks, lost_seconds, memory_shares, tick
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.solvers.backends.cpsat import run_model

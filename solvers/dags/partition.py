@@ -39,7 +39,7 @@ from stagewright.solvers.dags.merging import (
     prefixes,
 )
 from stagewright.solvers.dags.program import LEAST, DownsetProgram
-from stagewright.solvers.operators.bounds import best_prices
+from stagewright.solvers.operators.ranks import best_prices
 
 SIZES = (1_000, 4_000, 16_000)  # the most downsets of a round, as rounds find nothing
 COARSE = 3  # blocks of a set that is not in the neighbourhood

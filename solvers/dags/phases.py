@@ -28,7 +28,7 @@ from stagewright.solvers.dags.partition import (
     topological_orders,
 )
 from stagewright.solvers.dags.program import LEAST, DownsetProgram
-from stagewright.solvers.operators.bounds import best_prices
+from stagewright.solvers.operators.ranks import best_prices
 
 LOADS = "loads of both passes"
 

@@ -12,7 +12,7 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from stagewright.formulations.forms.answers import Answer, Bounded, Limits, Status, settled, silent
-from stagewright.formulations.forms.disjunctive import exact_unit, in_ticks, tick
+from stagewright.formulations.forms.models import exact_unit, in_ticks, tick
 from stagewright.formulations.operators.bounds import CP_SAT, shortage, windows
 from stagewright.formulations.operators.check import BOUND_ROUNDING
 from stagewright.formulations.operators.plan import OperatorBound
@@ -21,9 +21,8 @@ from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.solvers.backends.cpsat import run_model
-from stagewright.solvers.operators.bounds import bounds_of
 from stagewright.solvers.operators.insertion import by_devices, timetable
-from stagewright.solvers.operators.ranks import arrays_of
+from stagewright.solvers.operators.ranks import arrays_of, bounds_of
 from stagewright.solvers.operators.search import (
     Tell,
     best_list_schedule,

@@ -28,11 +28,11 @@ from stagewright.formulations.operators.splitting import split_graph
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.models.operators.step_graph import StepGraph
-from stagewright.solvers.operators.bounds import bounds_of
 from stagewright.solvers.operators.exact import solve_exactly
 from stagewright.solvers.operators.names import FASTT, PIPELINE, PLANNERS, SEARCHING, SPLITTING
 from stagewright.solvers.operators.os_dpos import os_dpos
 from stagewright.solvers.operators.pipelined import pipelined
+from stagewright.solvers.operators.ranks import bounds_of
 from stagewright.solvers.operators.search import METHODS
 
 _ANY_SPLITS: Plans = "any splits"

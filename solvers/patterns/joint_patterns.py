@@ -16,9 +16,8 @@ import numpy as np
 
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.patterns.joint_patterns import JointForm, JointPatterns
-from stagewright.formulations.patterns.least_pattern import least_pattern
 from stagewright.formulations.patterns.one_f_one_b import pattern_load_bound, period_bound
-from stagewright.formulations.patterns.order_model import OrderModel
+from stagewright.formulations.patterns.order_model import OrderModel, least_pattern
 from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
 from stagewright.formulations.patterns.pattern_models import ByRate
 from stagewright.formulations.patterns.pattern_problems import PatternProblems

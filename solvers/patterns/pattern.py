@@ -8,12 +8,12 @@ satisfy every rule and reported bounds are proved, independent of a solver's tol
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 
 from stagewright.formulations.forms.answers import Limits, Status, silent
-from stagewright.formulations.patterns.least_pattern import least_pattern, sequential
 from stagewright.formulations.patterns.one_f_one_b import pattern_load_bound, period_bound
-from stagewright.formulations.patterns.order_model import OrderModel
+from stagewright.formulations.patterns.order_model import OrderModel, least_pattern, sequential
 from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
 from stagewright.formulations.patterns.pattern_models import AtPeriod, ByRate, in_ticks
 from stagewright.graphs.documents.arrays import Ints
@@ -158,24 +158,20 @@ class _PatternSearch:
         return PatternAnswer(self.best, self.period, bound, status, self.proved_by, seconds)
 
 
-def _by_rate(backend: str, name: str) -> Callable[[_PatternSearch], None]:
-    """A search by the mixed-integer program of the rate."""
-
-    def run(search: _PatternSearch) -> None:
-        assert search.best is not None
-        while not search.closed:
-            model = ByRate(search.relaxed, search.bound, search.period, search.rooms)
-            form = replace(model.apply(), hint=model.hint(search.best))
-            answer = solve(form, backend, search.left)
-            if search.exact:
-                # No pattern is as short as the best one, so that is optimal.
-                infeasible = answer.status is Status.INFEASIBLE
-                bound = search.period if infeasible else model.period(answer.bound)
-                search.prove(bound * (1 - SAFETY), name)
-            if answer.values is None or search.admit(model.invert(answer.values)):
-                return
-
-    return run
+def _by_rate(search: _PatternSearch, backend: str, name: str) -> None:
+    """The mixed-integer program of the rate on a backend, whose solver has the name."""
+    assert search.best is not None
+    while not search.closed:
+        model = ByRate(search.relaxed, search.bound, search.period, search.rooms)
+        form = replace(model.apply(), hint=model.hint(search.best))
+        answer = solve(form, backend, search.left)
+        if search.exact:
+            # No pattern is as short as the best one, so that is optimal.
+            infeasible = answer.status is Status.INFEASIBLE
+            bound = search.period if infeasible else model.period(answer.bound)
+            search.prove(bound * (1 - SAFETY), name)
+        if answer.values is None or search.admit(model.invert(answer.values)):
+            return
 
 
 def _by_periods(search: _PatternSearch) -> None:
@@ -209,10 +205,10 @@ def _least_ticks(model: OrderModel, orders: Ints) -> int:
 
 
 BACKENDS: dict[str, Callable[[_PatternSearch], None]] = {
-    "auto": _by_rate("highs", "HiGHS"),
-    "highs": _by_rate("highs", "HiGHS"),
-    "pulp-cbc": _by_rate("pulp-cbc", "CBC"),
-    "cvxpy": _by_rate("cvxpy", "HiGHS"),
+    "auto": partial(_by_rate, backend="highs", name="HiGHS"),
+    "highs": partial(_by_rate, backend="highs", name="HiGHS"),
+    "pulp-cbc": partial(_by_rate, backend="pulp-cbc", name="CBC"),
+    "cvxpy": partial(_by_rate, backend="cvxpy", name="HiGHS"),
     "cp-sat": _by_periods,
 }
 

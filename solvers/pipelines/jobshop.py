@@ -12,7 +12,7 @@ from stagewright.formulations.pipelines.jobshop import (
     Pair,
     static_bound,
 )
-from stagewright.solvers.backends.schedulers import scheduler, solve_intervals
+from stagewright.solvers.backends.backend import scheduler, solve_intervals
 
 # Priorities of a job at its step k, from its remaining work and the duration of the step.
 Rule = Callable[[int, int], float]

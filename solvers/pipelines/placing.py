@@ -11,7 +11,7 @@ from stagewright.formulations.pipelines.bounds.placements import BALANCE, Balanc
 from stagewright.formulations.pipelines.bounds.stages import plans_of, quick_bound
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.plans.plan import Bound
-from stagewright.formulations.schedules.placements import Device
+from stagewright.formulations.schedules.order import Device
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.pipelines.rows.search import RowSearch, compile_row_kernels
 

@@ -18,14 +18,13 @@ from stagewright.formulations.pipelines.makespan_models import ByIntervals
 from stagewright.formulations.pipelines.windows import WINDOWS, order_of_times
 from stagewright.formulations.plans.plan import Bound
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
-from stagewright.formulations.schedules.order import Order
-from stagewright.formulations.schedules.placements import line, placed, v_shape
+from stagewright.formulations.schedules.order import Order, line, placed, v_shape
 from stagewright.formulations.schedules.published.automatic import automatic
 from stagewright.formulations.schedules.published.kinds import KINDS, PLACEMENTS, Sizes, schedule_of
 from stagewright.formulations.schedules.published.zbv import automatic_v
 from stagewright.formulations.schedules.timing import ActivationMemory, StageTimes
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
-from stagewright.solvers.backends.schedulers import scheduler, solve_intervals
+from stagewright.solvers.backends.backend import scheduler, solve_intervals
 from stagewright.solvers.pipelines.forward_backward import improve
 from stagewright.solvers.pipelines.list_scheduling import best_list_schedule, list_schedule
 from stagewright.solvers.pipelines.rows.search import RowSearch, compile_row_kernels, run_together

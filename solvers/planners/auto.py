@@ -14,7 +14,7 @@ from stagewright.formulations.pipelines.bounds.server_relaxation import (
 )
 from stagewright.formulations.pipelines.grouped_stages import scheduling_of
 from stagewright.formulations.plans.actions import ActionKind
-from stagewright.formulations.plans.assembly import assemble
+from stagewright.formulations.plans.assembly import assemble, starts_of, timetable_of
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, Predicted
 from stagewright.formulations.plans.plan_class import (
@@ -23,7 +23,6 @@ from stagewright.formulations.plans.plan_class import (
     SHARED_WHOLE,
     PlanClass,
 )
-from stagewright.formulations.plans.starts import starts_of, timetable_of
 from stagewright.solvers.pipelines.relaxation import FillAndDrain
 from stagewright.solvers.pipelines.scheduling import solve_schedule
 from stagewright.solvers.pipelines.servers.relaxation import ServerBounds

@@ -22,8 +22,7 @@ from stagewright.formulations.plans.memory import kept_bytes, stage_static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, Stage
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT, DISJOINT_WHOLE, PlanClass
-from stagewright.formulations.schedules.order import Order
-from stagewright.formulations.schedules.placements import placed
+from stagewright.formulations.schedules.order import Order, placed
 from stagewright.formulations.schedules.published.kinds import KINDS, Sizes, schedule_of
 from stagewright.formulations.schedules.runtimes import Runtime, torch_runtime
 from stagewright.graphs.documents.arrays import Floats

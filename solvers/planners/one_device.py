@@ -24,7 +24,7 @@ from stagewright.formulations.schedules.backward_first import earliest_starts, t
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.documents.units import format_seconds
-from stagewright.solvers.backprop.regions import schedule_streams
+from stagewright.solvers.backprop.list_scheduling import schedule_streams
 from stagewright.solvers.planners.steps.proposal import Proposal, cost_of
 
 _Sub = tuple[Action, ...]

@@ -50,8 +50,7 @@ from stagewright.formulations.schedules.backward_first import Orders, earliest_s
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.backprop.exact import best_list_schedule, solve
-from stagewright.solvers.backprop.list_scheduling import list_schedule
-from stagewright.solvers.backprop.regions import reverse_search
+from stagewright.solvers.backprop.list_scheduling import list_schedule, reverse_search
 from stagewright.solvers.planners.one_device import (
     ROUNDING,
     one_device_proposals,

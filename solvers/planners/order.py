@@ -19,8 +19,7 @@ from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.structure import Structure, misfit, work_of
-from stagewright.formulations.schedules.order import Order
-from stagewright.formulations.schedules.placements import placed
+from stagewright.formulations.schedules.order import Order, placed
 from stagewright.formulations.schedules.planned import (
     copies_of,
     stage_times,

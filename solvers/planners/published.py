@@ -18,7 +18,7 @@ from stagewright.formulations.pipelines.grouped_stages import GroupedStages, spl
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.structure import Structure, misfit
-from stagewright.formulations.schedules.placements import placed
+from stagewright.formulations.schedules.order import placed
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.rows.search import RowSearch, compile_row_kernels
 from stagewright.solvers.pipelines.scheduling import generated

@@ -223,9 +223,19 @@ def tell(
 
 
 def tell_drawn(
-    answer: "Answer", given: Printed, files: Sequence[Path], show: Callable[[], object]
+    answer: "Answer",
+    given: Printed,
+    asked: "Iterable[tuple[Path | None, Callable[[], str | bytes]]]",
+    show: Callable[[], object],
 ) -> None:
-    """Print which files were drawn, or an answer where none was asked for."""
+    """Write the drawings that are asked for and print their names; else print an answer."""
+    from stagewright.graphs.documents.documents import write_file
+
+    wanted = [(path, draw) for path, draw in asked if path is not None]
+    with progress("drawing"):
+        for path, draw in wanted:
+            write_file(path, draw())
+    files = [path for path, _ in wanted]
     tell(answer, given, lambda _: None if files else show(), files, listed=True)
 
 

@@ -1,5 +1,6 @@
 """Plans of operators: what ``plan``, ``check`` and ``show`` do with a graph or a plan of one."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from stagewright.cli.console import (
 )
 from stagewright.cli.options import Printed
 from stagewright.cli.solving import find
+from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -95,18 +97,17 @@ def check_placement(plan: Path, model: Path, cluster: Path, given: Printed) -> i
 
 def show_placement(given: "ShowOptions") -> int:
     """Draw a plan of operators, or print its summary."""
-    from stagewright.executor.drawing.operators import write_html, write_png, write_trace
+    from stagewright.executor.drawing.operators import chrome_trace, page, png
     from stagewright.formulations.operators.plan import load_operator_plan
     from stagewright.service.operators.plans import summary
 
     placed = load_operator_plan(given.plan)
-    writers = ((given.html, write_html), (given.png, write_png), (given.trace, write_trace))
-    wanted = [(path, write) for path, write in writers if path is not None]
-    with progress("drawing"):
-        for path, write in wanted:
-            write(placed, path)
+    drawings = [
+        (path, partial(draw, placed))
+        for path, draw in ((given.html, page), (given.png, png), (given.trace, chrome_trace))
+    ]
     shown = summary(placed)
-    tell_drawn(shown, given, [path for path, _ in wanted], lambda: _print_placement(shown))
+    tell_drawn(shown, given, drawings, lambda: _print_placement(shown))
     return 0
 
 
@@ -135,14 +136,14 @@ def compare_placement(plan: Path, trace: Path, png: Path | None, as_json: bool) 
 
 def _draw_run(planned: "OperatorPlan", run: "Trace", png: Path) -> None:
     from stagewright.cli.pipelines.comparing import run_line
-    from stagewright.executor.drawing.operators import end_of, headline, write_stacked_png
+    from stagewright.executor.drawing.operators import end_of, headline, stacked_png
     from stagewright.executor.measuring.pairs import median_step
-    from stagewright.executor.programs.operators.trace import with_times
+    from stagewright.executor.programs.operators.placed import with_times
 
     measured = with_times(planned, median_step(run))
     pace = f"{format_seconds(end_of(measured))} per step"
     titles = f"predicted: {headline(planned)}", f"measured: {run_line(run)} · {pace}"
-    write_stacked_png((planned, measured), titles, png)
+    documents.write_file(png, stacked_png((planned, measured), titles))
 
 
 def _print_comparison(found: "OperatorComparison") -> None:

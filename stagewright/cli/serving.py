@@ -20,7 +20,7 @@ from stagewright.graphs.documents.units import (
     parse_bytes,
     parse_duration,
 )
-from stagewright.service.options import Option
+from stagewright.service.requests import Option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -134,7 +134,7 @@ def serve(given: ServeOptions) -> int:
         from stagewright.service.http.webhooks import SECRET, Webhooks
         from stagewright.service.jobs.queue import QueueRules
         from stagewright.service.jobs.store import opened
-        from stagewright.service.metrics import log, watch_store
+        from stagewright.service.tracing import log, watch_store
     except ImportError as error:
         raise InputError(
             f"the service needs {error.name}: pip install 'stagewright[service]'"
@@ -285,7 +285,7 @@ def _audit(event: str, token: str, user: str) -> None:
     import getpass
 
     from stagewright.service.http.audit import WHAT
-    from stagewright.service.metrics import note
+    from stagewright.service.tracing import note
 
     note(WHAT, event=event, by=getpass.getuser(), made=token, of=user)
 

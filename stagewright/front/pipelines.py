@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagewright.formulations.forms.answers import OnProgress, StopToken, silent
 from stagewright.front import fields_of
+from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import parse_share
 from stagewright.service.pipelines.requests import (
@@ -157,22 +158,22 @@ def show(
     InputError
         If the name ends in something else, or the plan's devices are not in the cluster.
     """
-    from stagewright.executor.drawing.charts.chart import write_png
-    from stagewright.executor.drawing.chrome import write_trace
-    from stagewright.executor.drawing.page import write_html
+    from stagewright.executor.drawing.charts.chart import png
+    from stagewright.executor.drawing.chrome import chrome_trace
+    from stagewright.executor.drawing.page import page
     from stagewright.front.results import Picture
 
     if path is None:
         return Picture(plan)
-    writers: dict[str, Callable[[PipelinePlan, str | os.PathLike[str]], None]] = {
-        ".html": partial(write_html, cluster=cluster),
-        ".png": write_png,
-        ".json": write_trace,
+    drawings: dict[str, Callable[[PipelinePlan], str | bytes]] = {
+        ".html": partial(page, cluster=cluster),
+        ".png": png,
+        ".json": chrome_trace,
     }
     kind = Path(path).suffix
-    if kind not in writers:
-        raise InputError(f"{path}: the name must end in {', '.join(writers)}")
-    writers[kind](plan, path)
+    if kind not in drawings:
+        raise InputError(f"{path}: the name must end in {', '.join(drawings)}")
+    documents.write_file(path, drawings[kind](plan))
     return None
 
 
@@ -192,7 +193,6 @@ def export(
         If the plan's order is a deadlock.
     """
     from stagewright.executor.export.options import FormatOptions
-    from stagewright.graphs.documents.documents import write_text
     from stagewright.service.exporting import export as written
 
     files = written(plan, to, FormatOptions(**options))
@@ -201,7 +201,7 @@ def export(
         raise InputError(f"{folder} is there already: name a new folder")
     place.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
-        write_text(place / name, text)
+        documents.write_file(place / name, text)
     return tuple(place / name for name in files)
 
 

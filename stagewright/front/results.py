@@ -37,7 +37,7 @@ class PlanResult(planning.Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each stage: times in seconds per microbatch, memory in bytes."""
-        from stagewright.executor.drawing.summary import summarise
+        from stagewright.executor.drawing.page import summarise
 
         return [] if self.plan is None else [asdict(one) for one in summarise(self.plan)]
 

@@ -16,8 +16,7 @@ from stagewright.formulations.backprop.training import Layers, data_parallel, tr
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.backprop.exact import best_list_schedule, solve
-from stagewright.solvers.backprop.list_scheduling import list_schedule
-from stagewright.solvers.backprop.regions import reverse_search
+from stagewright.solvers.backprop.list_scheduling import list_schedule, reverse_search
 from stagewright.solvers.planners.ooo import modulo_devices
 
 LIMITS = Limits(seconds=60)

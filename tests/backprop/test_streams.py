@@ -13,7 +13,7 @@ from stagewright.formulations.backprop.problem import peaks
 from stagewright.formulations.backprop.regions import Regions, Streams, regions_of
 from stagewright.formulations.backprop.training import Layers, single_device
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
-from stagewright.solvers.backprop.regions import joint_schedule, schedule_streams
+from stagewright.solvers.backprop.list_scheduling import joint_schedule, schedule_streams
 
 
 def streams(count=2, main=0.5, sub=0.5, gap=0.0, **bytes_):

@@ -28,10 +28,9 @@ from stagewright.executor.capture.steps.step import (
     without_values,
 )
 from stagewright.executor.measuring.machine import MeasuringMachine
-from stagewright.executor.measuring.operators import measure_operators
+from stagewright.executor.measuring.profiling import measure_operators
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.operators.data_parallel import data_parallel
-from stagewright.graphs.models.operators.step_graph import Node, StepGraph
+from stagewright.graphs.models.operators.step_graph import Node, StepGraph, data_parallel
 
 DESCENT = torch.optim.SGD
 

@@ -333,8 +333,8 @@ class Case:
         for device in cluster["devices"]:
             device["memory_bytes"] = 1e12
         self.problem = PipelineProblem(
-            documents.parse(Chain, json.dumps(model), "model", "stagewright-model", 1),
-            documents.parse(Cluster, json.dumps(cluster), "cluster", "stagewright-cluster", 1),
+            documents.parse(Chain, json.dumps(model), "model"),
+            documents.parse(Cluster, json.dumps(cluster), "cluster"),
             microbatches,
         )
         found = random_stages(seed, Instance(*self.documents))
@@ -373,7 +373,7 @@ class Case:
         for device in cluster["devices"]:
             device["memory_bytes"] = max(2e6, share * peaks.get(device["name"], 1e12))
         other.documents = model, cluster, microbatches
-        read = documents.parse(Cluster, json.dumps(cluster), "cluster", "stagewright-cluster", 1)
+        read = documents.parse(Cluster, json.dumps(cluster), "cluster")
         other.problem = replace(self.problem, cluster=read)
         other.plan = replace(self.plan, digest=other.problem.digest)
         return other

@@ -181,7 +181,7 @@ class TestCertificate:
     def test_a_certificate_is_read_back(self):
         _, one = certified()
         text = documents.to_json(one)
-        assert documents.parse(PipelinePlan, text, "plan", one.format, 1) == one
+        assert documents.parse(PipelinePlan, text, "plan") == one
 
 
 class TestVerdicts:

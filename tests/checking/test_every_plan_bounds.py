@@ -29,9 +29,7 @@ from stagewright.formulations.plans.plan_class import (
     WHOLE_FINITE,
 )
 from stagewright.graphs.documents.documents import parse
-from stagewright.graphs.machines.cluster import FORMAT as CLUSTER
 from stagewright.graphs.machines.cluster import Cluster
-from stagewright.graphs.models.chain import FORMAT as MODEL
 from stagewright.graphs.models.chain import Chain
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
@@ -55,8 +53,8 @@ RELAXED = (DISJOINT_SPLIT, DISJOINT_WHOLE, SHARED_WHOLE, SHARED_SPLIT)
 
 def read(seed):
     model, cluster, microbatches = random_instance(seed)
-    chain = parse(Chain, json.dumps(model), "model", MODEL, 1)
-    machines = parse(Cluster, json.dumps(cluster), "cluster", CLUSTER, 1)
+    chain = parse(Chain, json.dumps(model), "model")
+    machines = parse(Cluster, json.dumps(cluster), "cluster")
     return (model, cluster, microbatches), PipelineProblem(chain, machines, microbatches)
 
 
@@ -95,10 +93,8 @@ def test_no_plan_undercuts_the_bounds_from_memory(seed):
     saved = sum(layer["costs"][0]["saved_bytes"] for layer in model["layers"])
     for device in cluster["devices"]:
         device["memory_bytes"] = float(int(states * draw.uniform(0.5, 1)) + int(saved / 2))
-    chain = parse(Chain, json.dumps(model), "model", MODEL, 1)
-    problem = PipelineProblem(
-        chain, parse(Cluster, json.dumps(cluster), "c", CLUSTER, 1), microbatches
-    )
+    chain = parse(Chain, json.dumps(model), "model")
+    problem = PipelineProblem(chain, parse(Cluster, json.dumps(cluster), "c"), microbatches)
     assert why_nothing_fits(problem) is None
     bounds = [one for one in every_plan_bounds(problem) if one.proved_by in FROM_MEMORY]
     assert bounds

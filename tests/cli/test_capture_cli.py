@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from commands import answered, answered_json, refused
 
-from stagewright.graphs.models.operators.data_parallel import data_parallel
-from stagewright.graphs.models.operators.step_graph import load_graph
+from stagewright.graphs.models.operators.step_graph import data_parallel, load_graph
 
 pytestmark = pytest.mark.real
 

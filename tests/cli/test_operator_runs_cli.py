@@ -17,7 +17,7 @@ from stagewright.executor.programs.trace import load_trace
 from stagewright.formulations.operators.plan import load_operator_plan
 from stagewright.graphs.documents import documents
 from stagewright.graphs.machines.cluster import Link, save_cluster, uniform_servers
-from stagewright.graphs.models.operators.cost_book import FORMAT, VERSION, CostBook
+from stagewright.graphs.models.operators.cost_book import CostBook
 
 LENET = "examples.fastt.vision:lenet"
 DIGITS = ("--data", "examples.fastt.vision:digits", "--optimizer", "sgd:lr=0.01,momentum=0.9")
@@ -123,7 +123,7 @@ def test_rounds_train_as_one_plan_does(replicas: int, tmp_path: Path) -> None:
     # The learned costs are documents to plan with.
     files = ("--model", folder / "graph.json", "--cluster", folder / "cluster.json")
     assert answered_json("plan", "--planner", "heft", *files)["cost_seconds"] > 0
-    assert documents.read(CostBook, folder / "costs.json", FORMAT, VERSION).computed
+    assert documents.read(CostBook, folder / "costs.json").computed
 
 
 @pytest.mark.slow

@@ -15,10 +15,9 @@ from profiles import examples
 from strategies_allocation import Case, random_case
 from tokens import After
 
-from stagewright.executor.clusters.outages import Outage, outages
-from stagewright.executor.clusters.rules import ClusterRules
+from stagewright.executor.clusters.rates import Outage, outages
 from stagewright.executor.clusters.simulation import Allocate, ClusterState, simulate_cluster
-from stagewright.executor.clusters.timeline import ClusterTimeline
+from stagewright.executor.clusters.timeline import ClusterRules, ClusterTimeline
 from stagewright.executor.drawing.charts.cluster import (
     MAX_NAMED_JOBS,
     draw_jct_cdf,
@@ -378,7 +377,7 @@ def test_pictures(tmp_path: Path) -> None:
     timeline = simulate_cluster(jobs, UNIT, pool, equal, keep_assignments=True)
     draw_rounds(timeline, tmp_path / "rounds.svg")
     draw_utilisation(timeline, tmp_path / "busy.png")
-    draw_jct_cdf({"equal": timeline, "again": timeline}, tmp_path / "jct.pdf")
+    draw_jct_cdf(timeline, "equal", tmp_path / "jct.pdf")
     picture = (tmp_path / "rounds.svg").read_text()
     assert picture.count("<path") > len(timeline.rounds)
     assert all(f"<!-- {n}  job{n} -->" in picture for n in range(24))
@@ -410,7 +409,7 @@ def test_published_completion_times(policy: str, shuffle_seed: int | None, hours
 
 
 def test_rounds_without_an_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagewright.executor.clusters.rules.MOST_ROUNDS", 3)
+    monkeypatch.setattr("stagewright.executor.clusters.timeline.MOST_ROUNDS", 3)
     jobs = [Job("a", "m", 100.0)]
     assert (
         simulate_cluster(jobs, UNIT, ONE, equal, ClusterRules(round_seconds=50.0)).makespan_seconds

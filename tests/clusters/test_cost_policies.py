@@ -15,7 +15,7 @@ from scipy.optimize import linprog
 from strategies_allocation import random_case, use_of
 
 from stagewright.formulations.clusters.allocation import AllocationProblem, problem_of, throughput
-from stagewright.formulations.clusters.policies import budget, cost, slo
+from stagewright.formulations.clusters.policies import cost
 from stagewright.formulations.clusters.polytope import group_by, polytope
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.graphs.documents.errors import InputError
@@ -134,8 +134,8 @@ def test_placement_has_prices_too():
 @given(random_case())
 def test_of_slos_that_do_not_fit_the_least_is_missing(case):
     asked = case.problem
-    columns, need = Columns(asked), slo.needs(asked)
-    need[slo.too_fast(asked)] = 0.0
+    columns, need = Columns(asked), cost.needs(asked)
+    need[cost.too_fast(asked)] = 0.0
     result = allocate(asked, "min-cost-slo")
     asking = np.flatnonzero(need)
     if not len(asking):
@@ -197,7 +197,7 @@ def test_slos_of_many_jobs_are_grouped_without_loss():
         for i in range(60)
     ]
     asked = problem({"k": {"fast": 4.0, "slow": 1.0}}, jobs, "fast=37@9,slow=40@1")
-    need = slo.needs(asked)
+    need = cost.needs(asked)
     result = allocate(asked, "min-cost-slo")
     assert (throughput(asked, result.allocation) >= need * (1 - 1e-6)).all()
     assert result.objective == pytest.approx(Columns(asked).best_ratio(need), rel=1e-6)
@@ -242,7 +242,7 @@ def test_a_larger_budget_is_never_slower_and_a_boundless_one_is_makespan(case):
     ]
     assert all(after <= before * (1 + 1e-8) for before, after in pairwise(found))
     assert found[-1] == pytest.approx(allocate(asked, "makespan").objective, rel=1e-7)
-    assert found[-1] >= budget.unit_seconds(asked) * (1 - 1e-9)
+    assert found[-1] >= cost.unit_seconds(asked) * (1 - 1e-9)
 
 
 def test_a_budget_that_is_too_small_names_one_that_is_not():
@@ -316,7 +316,7 @@ def test_free_accelerators_need_no_budget_beyond_a_cent():
 def test_the_ratio_bound_holds_for_optimal_values_inside_its_columns(case):
     """The bound leans on finite columns: some best allocation must be within them."""
     asked = case.problem
-    need = slo.needs(asked)
+    need = cost.needs(asked)
     if Columns(asked).least(np.zeros(len(Columns(asked).cost)), need).status != 0:
         need = np.zeros(len(asked))
     valid = polytope(asked, group_by(asked, np.arange(len(asked))))

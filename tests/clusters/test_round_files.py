@@ -317,9 +317,7 @@ def test_a_training_has_its_layout_and_what_runs_it(
     launch: RoundFilesAnswer, tmp_path: Path
 ) -> None:
     write(launch.files, tmp_path)
-    layout = documents.parse(
-        LayoutPlan, launch.files["my-run/layout.json"], "it", "stagewright-layout", 1
-    )
+    layout = documents.parse(LayoutPlan, launch.files["my-run/layout.json"], "it")
     assert not violations(layout)
     assert layout.layout.ranks == 6
     assert launch.remarks == (

@@ -22,7 +22,7 @@ from stagewright.formulations.clusters.allocation import (
     problem_of,
     throughput,
 )
-from stagewright.formulations.clusters.policies import hierarchical, max_min, water_filling
+from stagewright.formulations.clusters.policies import max_min, water_filling
 from stagewright.formulations.clusters.polytope import group_by
 from stagewright.formulations.clusters.rates import server_rows
 from stagewright.formulations.forms.answers import Answer, Limits, Status
@@ -75,7 +75,7 @@ TEAMS = [("product", 1.0)] * 3 + [("research", 1.0)] * 2
 
 
 def test_weights_of_stuck_jobs_go_where_figure_5_6_says():
-    needs = hierarchical.tree(alike(3, TEAMS, PRODUCT, RESEARCH))
+    needs = water_filling.tree(alike(3, TEAMS, PRODUCT, RESEARCH))
     nobody = np.zeros(5, dtype=bool)
     fourth, second = nobody.copy(), nobody.copy()
     fourth[3] = second[1] = True
@@ -226,7 +226,7 @@ class Dense:
 def progressive_filling(problem: AllocationProblem) -> Floats:
     """Round by round, each job tried on its own."""
     dense = Dense(problem)
-    needs = hierarchical.tree(problem)
+    needs = water_filling.tree(problem)
     floor, stuck = np.zeros(len(problem)), np.zeros(len(problem), dtype=bool)
     while not stuck.all():
         need = needs(stuck)
@@ -297,7 +297,7 @@ def test_the_default_uses_what_max_min_leaves_idle():
 def test_a_share_moved_from_job_to_job_is_refused(problem: AllocationProblem, data: st.DataObject):
     if len(problem) < 2:
         return
-    needs = hierarchical.tree(problem)
+    needs = water_filling.tree(problem)
     result = allocate(problem, "hierarchical")
     assert result.allocation is not None
     assert result.levels is not None

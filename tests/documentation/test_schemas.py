@@ -129,7 +129,7 @@ def test_a_schema_is_one_of_json_schema(name: str) -> None:
 def test_every_format_has_a_schema() -> None:
     """All but the header of a checkpoint, which is for the executor alone."""
     code = "".join(file.read_text() for room in ROOMS for file in (ROOT / room).rglob("*.py"))
-    formats = set(re.findall(r'^FORMAT: Literal\["stagewright-([\w-]+)"\]', code, re.MULTILINE))
+    formats = set(re.findall(r'^    format: Literal\["stagewright-([\w-]+)"\]', code, re.MULTILINE))
     assert formats - {"checkpoint"} == set(DOCUMENTS)
 
 
@@ -186,6 +186,6 @@ def test_documents_are_read_as_they_are_written(name: str) -> None:
     """With all that they hold, and with each optional field None."""
     text = SMALLEST[name]
     kind = DOCUMENTS[name.removeprefix("stagewright-")]
-    whole = parse(kind, text, "file", name, 1)
+    whole = parse(kind, text, "file")
     for one in (whole, *without_one(whole)):
-        assert parse(kind, to_json(one), "file", name, 1) == one
+        assert parse(kind, to_json(one), "file") == one

@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from benchmarks.backward_first import backward_first_plan
 from stagewright.cli import app
-from stagewright.executor.drawing.page import page
-from stagewright.executor.drawing.summary import in_flight, summarise
+from stagewright.executor.drawing.page import in_flight, page, summarise
 from stagewright.executor.drawing.timeline import headline
 from stagewright.executor.export import FORMATS, export
 from stagewright.executor.export.options import FormatOptions

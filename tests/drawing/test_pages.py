@@ -19,8 +19,7 @@ from pages import CHROMIUM, colours, drawings, visit
 from plans import elaborate, made_up_certificate, make_stages, scheduled, small_problem, valid_plan
 from profiles import examples, slow_after
 
-from stagewright.executor.drawing.charts import memory_bars
-from stagewright.executor.drawing.charts.memory_curve import Curve, curve_page
+from stagewright.executor.drawing.charts import layouts
 from stagewright.executor.drawing.colours import (
     CATEGORIES,
     DARK_COLOURS,
@@ -30,7 +29,7 @@ from stagewright.executor.drawing.colours import (
 from stagewright.executor.drawing.lanes import TICKS
 from stagewright.executor.drawing.operators import page as operators_page
 from stagewright.executor.drawing.page import page, page_object
-from stagewright.executor.drawing.schedules import panel, schedules_page
+from stagewright.executor.drawing.schedules import Curve, curve_page, panel, schedules_page
 from stagewright.executor.drawing.timeline import fold, timeline
 from stagewright.executor.drawing.topology import topology, topology_rows
 from stagewright.executor.simulation.explanation import explain_plan
@@ -64,11 +63,11 @@ def test_classes_that_are_too_long_for_a_number_are_told_apart(
 
 
 def test_positions_in_a_pipeline_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_bars, "save", lambda figure: figure)
+    monkeypatch.setattr(layouts, "save", lambda figure: figure)
     sizes = {f"{kind}_bytes": 1e9 for kind in MEMORY_COLOURS}
     for count in (1, 2, 16):
         ranks = [SimpleNamespace(rank=rank, **sizes) for rank in range(count)]
-        axes = memory_bars.memory_png(ranks, 80e9, "a layout").axes[0]  # type: ignore[attr-defined]
+        axes = layouts.memory_png(ranks, 80e9, "a layout").axes[0]  # type: ignore[attr-defined]
         low, high = axes.get_xlim()
         ticks = [tick for tick in axes.get_xticks() if low <= tick <= high]
         assert ticks

@@ -11,10 +11,10 @@ from order_timing import timed
 from plans import made_up_certificate, make_stages, small_problem, valid_plan
 
 from stagewright.executor.drawing import operators
-from stagewright.executor.drawing.charts import memory_bars
+from stagewright.executor.drawing.charts import layouts
 from stagewright.executor.drawing.charts.chart import png, stacked_png
+from stagewright.executor.drawing.charts.layouts import stages_png
 from stagewright.executor.drawing.charts.prices import price_png
-from stagewright.executor.drawing.charts.stage_bars import stages_png
 from stagewright.executor.drawing.colours import MEMORY_COLOURS
 from stagewright.executor.drawing.schedules import panel, schedules_png
 from stagewright.executor.drawing.timeline import timeline
@@ -94,8 +94,8 @@ PICTURES: dict[str, Callable[[], bytes]] = {
     "stacked": lambda: stacked_png([certified(2), certified(3, prefix=WIDE)], [LONG, LONG]),
     "operators": lambda: operators.png(placed(("mm", 0.0, 1.0))),
     "schedules": a_schedule,
-    "memory": lambda: memory_bars.memory_png(RANKS, 80e9, LONG),
-    "front": lambda: memory_bars.front_png(POINTS, 80e9, LONG),
+    "memory": lambda: layouts.memory_png(RANKS, 80e9, LONG),
+    "front": lambda: layouts.front_png(POINTS, 80e9, LONG),
     "prices": lambda: price_png(market([(1.0, [1.0, 2.0])], 1.0), [], LONG),
     "stages": lambda: stages_png([STAGE], LONG),
 }

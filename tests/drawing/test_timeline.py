@@ -18,11 +18,10 @@ from plans import elaborate, made_up_certificate, make_stages, scheduled, small_
 from profiles import examples
 
 import stagewright
-from stagewright.executor.drawing.charts.chart import png, write_png
-from stagewright.executor.drawing.chrome import chrome_trace, write_trace
+from stagewright.executor.drawing.charts.chart import png
+from stagewright.executor.drawing.chrome import chrome_trace
 from stagewright.executor.drawing.colours import CRITICAL_COLOUR, IDLE_COLOUR, KIND_COLOURS
-from stagewright.executor.drawing.page import page
-from stagewright.executor.drawing.summary import in_flight, summarise
+from stagewright.executor.drawing.page import in_flight, page, summarise
 from stagewright.executor.drawing.timeline import (
     merges_stages,
     numbering,
@@ -249,8 +248,7 @@ def test_devices_are_shortened_to_ranges(names: list[str], short: str) -> None:
 
 
 def test_the_trace_holds_every_action_in_microseconds(plan: PipelinePlan, tmp_path: Path) -> None:
-    write_trace(plan, tmp_path / "trace.json")
-    document = json.loads((tmp_path / "trace.json").read_text())
+    document = json.loads(chrome_trace(plan))
     events = [event for event in document["traceEvents"] if event["ph"] == "X"]
     assert all(isinstance(event[key], int) for event in events for key in ("pid", "tid"))
     drawn = Counter((event["name"], round(event["ts"], 6)) for event in events)
@@ -324,7 +322,7 @@ def test_actions_that_fit_no_stage_are_refused(action: ScheduledAction, message:
 
 def test_nothing_is_written_where_the_folder_is_missing(plan: PipelinePlan, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be written"):
-        write_png(plan, tmp_path / "none" / "plan.png")
+        stagewright.show(plan, tmp_path / "none" / "plan.png")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -333,5 +331,4 @@ def test_a_plan_that_takes_no_time_is_drawn(tmp_path: Path) -> None:
     chain = Chain("idle", "test", 840, (Layer("only", 0.0, (cost,)),))
     result = stagewright.plan(chain, uniform_servers(1, 1, Link(1e9)), 2, "dp")
     assert result.plan is not None
-    write_png(result.plan, tmp_path / "idle.png")
-    assert (tmp_path / "idle.png").read_bytes().startswith(b"\x89PNG")
+    assert png(result.plan).startswith(b"\x89PNG")

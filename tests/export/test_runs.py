@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from stagewright.executor.export.runs import read_run
+from stagewright.executor.export.runs.arguments import read_script
 from stagewright.executor.export.runs.megatron import read_megatron
-from stagewright.executor.export.runs.shell import read_script
 from stagewright.executor.export.runs.torchtitan import read_torchtitan
 from stagewright.formulations.parallelism.layout import parse_layout
 from stagewright.graphs.documents.errors import InputError

@@ -28,7 +28,7 @@ from sqlalchemy.exc import OperationalError
 from stagewright.service.jobs.queue import LOSS_PAUSES, JobLeaseLostError, Queue
 from stagewright.service.jobs.records import JobEnd, JobEnding, ServiceJob, State, StoppedBy
 from stagewright.service.jobs.store import ServiceStore
-from stagewright.service.metrics import Lines
+from stagewright.service.tracing import Lines
 from stagewright.service.workers import processes
 from stagewright.service.workers.worker import Worker
 
@@ -349,7 +349,7 @@ def test_a_defect_under_a_job_ends_neither_its_worker_nor_the_job(
 HANGS = """
 import os, pathlib, runpy, threading, types
 from stagewright.service.http import pages, server
-from stagewright.service.metrics import Lines
+from stagewright.service.tracing import Lines
 from stagewright.service.workers import processes
 pages.SILENT_SECONDS = server.SILENT_SECONDS = 0.5
 server.os = types.SimpleNamespace(_exit=lambda n: pathlib.Path("may-end").exists() and os._exit(n))

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.operators.data_parallel import data_parallel
 from stagewright.graphs.models.operators.step_graph import (
     Node,
     Output,
     Split,
     StepGraph,
+    data_parallel,
     load_graph,
     save_graph,
 )

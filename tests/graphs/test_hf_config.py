@@ -9,8 +9,6 @@ from configurations import FEW, LATENT, SMALL, sized
 from model_sizes import active_parameters, total_parameters
 
 from stagewright.formulations.parallelism.document import (
-    FORMAT,
-    VERSION,
     LayoutPlan,
     layout_plan,
     violations,
@@ -216,7 +214,7 @@ def test_a_layout_of_every_model_is_read_as_it_is_written(kind):
         problem = training_problem(one, fabric_of_kind("h100", 1), sequence=8, batch=1)
         plan = layout_plan(problem, evaluate(problem, Layout(1, 1, 1, 1)))
         text = to_json(plan)
-        read = parse(LayoutPlan, text, "layout", FORMAT, VERSION)
+        read = parse(LayoutPlan, text, "layout")
         assert (read.problem.architecture, read.layout, read.memory) == (
             one, plan.layout, plan.memory,
         )  # fmt: skip

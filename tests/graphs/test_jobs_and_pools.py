@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,9 @@ from stagewright.graphs.workloads.jobs import (
 from stagewright.graphs.workloads.pool import (
     Accelerator,
     Pool,
-    load_pool,
     parse_pool,
     pool_of_cluster,
+    read_pool,
 )
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "gavel"
@@ -127,7 +128,7 @@ HOSTILE = (
 KEYS = ("", "x", "5", "null", "('a', True)", "('a', 1, 2)", "('a', -1)", "(1, 1)", "{[]: 1}")
 READERS: dict[str, tuple[Callable[[Path], object], Any]] = {
     "jobs": (load_workload, plain(WORKLOAD)),
-    "pool": (load_pool, plain(POOL)),
+    "pool": (partial(documents.read, Pool), plain(POOL)),
     "throughputs": (read_throughputs, TABLE),
 }
 
@@ -366,9 +367,9 @@ def test_rules_of_a_pool(tmp_path: Path, values: dict[str, Any], message: str):
     document = plain(POOL)
     document["accelerators"][1].update(values)
     file = write(tmp_path, document)
-    assert message in refusal(load_pool, file)
+    assert message in refusal(read_pool, str(file))
     assert "the pool has no accelerators" in refusal(
-        load_pool, write(tmp_path, {**document, "accelerators": []})
+        read_pool, str(write(tmp_path, {**document, "accelerators": []}))
     )
 
 

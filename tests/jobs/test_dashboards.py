@@ -26,7 +26,7 @@ from stagewright.service.http.guard import Service
 from stagewright.service.http.webhooks import Deliverer, Deliveries, Webhooks
 from stagewright.service.jobs.records import State
 from stagewright.service.jobs.store import ServiceStore
-from stagewright.service.metrics import DELIVERED
+from stagewright.service.tracing import DELIVERED
 from stagewright.service.workers.worker import Worker
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

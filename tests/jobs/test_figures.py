@@ -13,8 +13,8 @@ pytest.importorskip("fastapi", reason="the service is not installed")
 from profiles import slow_after
 
 from stagewright.formulations.forms.answers import silent
+from stagewright.service.http.app import OWN
 from stagewright.service.http.figures import figures
-from stagewright.service.http.pages import OWN
 from stagewright.service.jobs.kinds import KINDS, parse_request
 from stagewright.service.whole_answers import written
 

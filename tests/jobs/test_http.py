@@ -20,7 +20,6 @@ from fastapi.testclient import TestClient
 from sqlalchemy import event
 
 from stagewright.formulations.forms.answers import silent
-from stagewright.formulations.operators.plan import FORMAT as OPERATORS
 from stagewright.graphs.documents.documents import to_json
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Link, uniform_servers
@@ -119,7 +118,7 @@ def test_a_placement_is_drawn_and_fetched_as_a_plan_is(
     assert "no plan yet" in told(client.get(f"/v1/jobs/{job}/timeline.png"), 404)
     solved(store, job)
     plan = client.get(f"/v1/jobs/{job}/plan").json()
-    assert plan["format"] == OPERATORS
+    assert plan["format"] == "stagewright-operators"
     (drawn,) = client.get(f"/v1/jobs/{job}/figures").json()["timelines"]
     assert sum(len(lane["length"]) for lane in drawn["timeline"]["lanes"]) == 2
     assert client.get(f"/v1/jobs/{job}/timeline.png").content.startswith(b"\x89PNG")

@@ -23,7 +23,7 @@ from sqlalchemy import event
 
 from stagewright.client import Client
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service.http import admin, jobs, tokens
+from stagewright.service.http import jobs, tokens
 from stagewright.service.http.app import create_app
 from stagewright.service.http.audit import audited
 from stagewright.service.http.guard import Service
@@ -375,7 +375,7 @@ def test_a_stream_ends_with_its_token(
     """Soon, though nothing happens to its job; that of a service that is open, with the first."""
     for module in (tokens, jobs):
         monkeypatch.setattr(module, "SEEN_SECONDS", 0.05)
-    monkeypatch.setattr(admin, "LEAST_SECONDS", 0.05)
+    monkeypatch.setattr(jobs, "LEAST_SECONDS", 0.05)
     job, _ = store.submit("local" if how == "closed" else "ann", "plan", "{}")
     of = Tokens(store.engine)
     token = None if how == "closed" else of.create("ann", Scope.ADMIN, 3600.0)

@@ -22,8 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 
-from stagewright.service import metrics
-from stagewright.service.http import admin
+from stagewright.service import tracing
+from stagewright.service.http import jobs
 from stagewright.service.http.app import create_app
 from stagewright.service.http.guard import Service
 from stagewright.service.http.tokens import Scope, Tokens
@@ -38,7 +38,7 @@ from stagewright.service.jobs.overview import (
 from stagewright.service.jobs.queue import Queue
 from stagewright.service.jobs.records import JobEnd, JobEnding, State
 from stagewright.service.jobs.store import ServiceStore
-from stagewright.service.metrics import Lines
+from stagewright.service.tracing import Lines
 from stagewright.service.workers.worker import Worker
 
 LOCAL = "http://127.0.0.1:8754"
@@ -168,14 +168,14 @@ def test_requests_and_events_of_jobs_are_logged_with_their_ids(
     written = io.StringIO()
     handler = logging.StreamHandler(written)
     handler.setFormatter(Lines(as_json))
-    metrics.LOG.addHandler(handler)
-    metrics.LOG.setLevel(logging.INFO)
+    tracing.LOG.addHandler(handler)
+    tracing.LOG.setLevel(logging.INFO)
     try:
         job = client.post("/v1/jobshop", content=TWO_JOBS).json()["id"]
         client.get('/no "route"')
         client.get("/%1b[2J")
     finally:
-        metrics.LOG.removeHandler(handler)
+        tracing.LOG.removeHandler(handler)
     lines = written.getvalue().splitlines()
     if as_json:
         queued, audited, posted, missing, _ = map(json.loads, lines)
@@ -322,9 +322,9 @@ def test_overviews_are_streamed_as_jobs_come(
         store.submit("ann", "plan", f'{{"n": {asked}}}')
         return found
 
-    monkeypatch.setattr(admin, "overview", counted)
-    monkeypatch.setattr(admin, "LEAST_SECONDS", 0.01)
-    monkeypatch.setattr(admin, "MOST_SECONDS", 30.0)
+    monkeypatch.setattr(jobs, "overview", counted)
+    monkeypatch.setattr(jobs, "LEAST_SECONDS", 0.01)
+    monkeypatch.setattr(jobs, "MOST_SECONDS", 30.0)
     text = client.get("/v1/admin/events").text
     told = [json.loads(one[5:]) for one in text.splitlines() if one.startswith("data:")]
     assert [one["waiting"] for one in told] == [0, 1, 2]

@@ -24,11 +24,10 @@ from stagewright.client import JobState
 from stagewright.executor.export import FORMATS
 from stagewright.executor.export.layouts import EVERY_FORMAT
 from stagewright.executor.export.runtimes import RUNTIMES
-from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
+from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents import documents
-from stagewright.service.http.app import create_app
+from stagewright.service.http.app import MEDIA_TYPES, create_app
 from stagewright.service.http.guard import Service
-from stagewright.service.http.pages import MEDIA_TYPES
 from stagewright.service.http.tokens import Scope, Tokens
 from stagewright.service.jobs.kinds import KINDS, parse_request
 from stagewright.service.jobs.queue import Queue
@@ -461,7 +460,7 @@ def test_a_job_is_submitted_and_read_by_keys_alone(site: Site, tmp_path: Path) -
 def test_a_run_is_shown_above_its_prediction(site: Site, tmp_path: Path) -> None:
     browser, job = site.browser, site.jobs[0]
     text = browser.run(f"fetch('v1/jobs/{job}/plan').then((found) => found.text())")
-    plan = documents.parse(PipelinePlan, text, "plan", FORMAT, VERSION)
+    plan = documents.parse(PipelinePlan, text, "plan")
     drop = """(() => {
       const data = new DataTransfer();
       data.items.add(new File([TEXT], 'trace.json'));

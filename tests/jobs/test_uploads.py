@@ -17,7 +17,7 @@ pytest.importorskip("httpx", reason="httpx is not installed")
 
 from fastapi.testclient import TestClient
 
-from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
+from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.documents import to_json
 from stagewright.graphs.machines.devices import accelerator
@@ -245,7 +245,7 @@ def test_a_plan_is_compared_with_its_run(
     request: Any = parse_request("plan", claimed.request)
     queue.finish(job, "w", outcome_of(plan_now(request)))
     text = client.get(f"/v1/jobs/{job}/plan", headers=ann).text
-    run = traced(documents.parse(PipelinePlan, text, "plan", FORMAT, VERSION), 2.0)
+    run = traced(documents.parse(PipelinePlan, text, "plan"), 2.0)
     trace = kept(client, "trace", to_json(run), ann)["id"]
     where = f"/v1/jobs/{job}/comparison"
     found = client.get(where, params={"trace": trace}, headers=ann).json()

@@ -20,7 +20,7 @@ pytest.importorskip("sqlalchemy")
 
 from sqlalchemy.exc import OperationalError
 
-from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan
+from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents import documents
 from stagewright.service.jobs.queue import MOST_ATTEMPTS, Queue, QueueRules
 from stagewright.service.jobs.records import JobEnding, ServiceJob, State, StoppedBy
@@ -81,7 +81,7 @@ def test_jobs_of_different_kinds_are_answered(store: ServiceStore, children: Chi
         found = ended(store, plan.id)
         assert found.state in (State.OPTIMAL, State.FEASIBLE)
         assert found.document is not None
-        made = documents.parse(PipelinePlan, found.document, "plan", FORMAT, VERSION)
+        made = documents.parse(PipelinePlan, found.document, "plan")
         assert made.certificate.cost_seconds == found.cost
         assert json.loads(found.answer)["cost_seconds"] == found.cost
         solved = ended(store, shop.id)

@@ -16,7 +16,7 @@ from benchmarks.fastt_paper import SPLIT_GAIN, STRATEGY_SECONDS, STRONG, WEAK
 from benchmarks.operator_graphs import SHAPES, random_problem
 from benchmarks.ready_queue import by_place, fifo, from_queues
 from stagewright.formulations.forms.answers import Limits, Status
-from stagewright.formulations.forms.disjunctive import exact_unit
+from stagewright.formulations.forms.models import exact_unit
 from stagewright.formulations.operators import bounds
 from stagewright.formulations.operators.bounds import (
     CRITICAL_PATH,
@@ -30,9 +30,9 @@ from stagewright.formulations.operators.bounds import (
 from stagewright.formulations.operators.check import critical_chain
 from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.solvers.operators import exact
-from stagewright.solvers.operators.bounds import bounds_of, load_prices
 from stagewright.solvers.operators.exact import solve_exactly
 from stagewright.solvers.operators.insertion import dpos
+from stagewright.solvers.operators.ranks import bounds_of, load_prices
 from stagewright.solvers.operators.search import METHODS, best_list_schedule, search
 
 APART = [[0, 1], [1, 0]]

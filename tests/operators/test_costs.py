@@ -11,7 +11,7 @@ from profiles import examples
 from random_steps import graphs
 from scipy.optimize import lsq_linear
 
-from stagewright.executor.programs.operators.trace import scheduled_operators
+from stagewright.executor.programs.operators.placed import scheduled_operators
 from stagewright.executor.programs.trace import Trace, TracedStep
 from stagewright.formulations.operators.plan import operator_problem
 from stagewright.formulations.operators.splitting import split_graph
@@ -20,22 +20,19 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MIN_BANDWIDTH
 from stagewright.graphs.machines.cluster import Link, from_matrix, uniform_servers
 from stagewright.graphs.models.operators.cost_book import (
-    FORMAT,
-    VERSION,
     CostBook,
     Drift,
     Observation,
     Sent,
     known_as,
-    save_costs,
 )
-from stagewright.graphs.models.operators.data_parallel import data_parallel
 from stagewright.graphs.models.operators.step_graph import (
     DividedTimes,
     Node,
     Output,
     Split,
     StepGraph,
+    data_parallel,
 )
 from stagewright.service.operators.rounds import OperatorRounds
 from stagewright.solvers.operators.greedy import _listed
@@ -249,12 +246,12 @@ def test_samples_that_cannot_be_are_refused(operators, transfers, count, message
 def test_a_broken_book_is_named_in_one_line(change, message, tmp_path):
     seen = Observation((("f", "s0g0", 1.0),), (("s0g0", "s0g1", 1e6, 2e-3),), 1)
     path = tmp_path / "costs.json"
-    save_costs(CostBook().updated(seen, TWO)[0], path)
+    documents.write(CostBook, CostBook().updated(seen, TWO)[0], path)
     data = json.loads(path.read_text())
     change(data)
     path.write_text(json.dumps(data))
     with pytest.raises(InputError, match=message) as caught:
-        documents.read(CostBook, path, FORMAT, VERSION)
+        documents.read(CostBook, path)
     assert "\n" not in str(caught.value)
 
 
@@ -284,8 +281,8 @@ def test_what_is_not_known_takes_no_time(graph):
 def test_only_measured_pairs_get_new_links(tmp_path):
     seen = Observation((), (("s0g0", "s0g1", 1e6, 2e-3), ("s0g0", "s0g1", 3e6, 5e-3)), 1)
     book, _ = CostBook().updated(seen, TWO)
-    save_costs(book, tmp_path / "costs.json")
-    assert documents.read(CostBook, tmp_path / "costs.json", FORMAT, VERSION) == book
+    documents.write(CostBook, book, tmp_path / "costs.json")
+    assert documents.read(CostBook, tmp_path / "costs.json") == book
     _, cluster = book.priced(data_parallel(one_operator(), 1), TWO)
     assert cluster.bandwidth[0, 1] == pytest.approx(1e6 / 1.5e-3)
     assert cluster.latency[0, 1] == pytest.approx(5e-4)

@@ -13,8 +13,7 @@ from stagewright.executor.capture.steps.analytic import with_analytic_seconds
 from stagewright.executor.capture.steps.step import capture_step
 from stagewright.formulations.operators.check import check
 from stagewright.graphs.machines.cluster import Link, uniform_servers
-from stagewright.graphs.models.operators.data_parallel import data_parallel
-from stagewright.graphs.models.operators.step_graph import Node, Output, StepGraph
+from stagewright.graphs.models.operators.step_graph import Node, Output, StepGraph, data_parallel
 from stagewright.solvers.operators.planning import plan_operators
 
 MICROBATCHES = 4

@@ -14,8 +14,13 @@ from stagewright.formulations.operators.plan import (
 from stagewright.formulations.operators.splitting import choices_of, split_graph
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.machines.cluster import Link, uniform_servers
-from stagewright.graphs.models.operators.data_parallel import data_parallel
-from stagewright.graphs.models.operators.step_graph import Node, Output, Split, StepGraph
+from stagewright.graphs.models.operators.step_graph import (
+    Node,
+    Output,
+    Split,
+    StepGraph,
+    data_parallel,
+)
 from stagewright.solvers.operators.os_dpos import os_dpos
 from stagewright.solvers.operators.planning import PLANNERS, plan_operators
 

@@ -15,8 +15,8 @@ from strategies import random_problem
 
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.patterns.joint_patterns import JointPatterns
-from stagewright.formulations.patterns.least_pattern import sequential
 from stagewright.formulations.patterns.one_f_one_b import pattern_load_bound
+from stagewright.formulations.patterns.order_model import sequential
 from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
 from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.plans.pipeline import PipelineProblem

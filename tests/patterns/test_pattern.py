@@ -13,13 +13,12 @@ from profiles import examples
 
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.forms.models import LinearProgram
-from stagewright.formulations.patterns.least_pattern import least_pattern, sequential
 from stagewright.formulations.patterns.one_f_one_b import (
     least_period,
     pattern_load_bound,
     period_bound,
 )
-from stagewright.formulations.patterns.order_model import OrderModel
+from stagewright.formulations.patterns.order_model import OrderModel, least_pattern, sequential
 from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
 from stagewright.formulations.patterns.pattern_models import AtPeriod, ByRate, in_ticks
 from stagewright.formulations.patterns.pattern_problems import pattern_problem

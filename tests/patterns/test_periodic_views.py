@@ -21,9 +21,8 @@ from stagewright.cli import app
 from stagewright.executor.drawing.charts.chart import png
 from stagewright.executor.drawing.chrome import chrome_trace
 from stagewright.executor.drawing.colours import BAND_COLOUR
-from stagewright.executor.drawing.page import page
+from stagewright.executor.drawing.page import in_flight, page, summarise
 from stagewright.executor.drawing.periods import drawn, finish_seconds, iteration_seconds, phases
-from stagewright.executor.drawing.summary import in_flight, summarise
 from stagewright.executor.drawing.timeline import headline, timeline
 from stagewright.executor.export import FORMATS, export
 from stagewright.executor.export.options import FormatOptions

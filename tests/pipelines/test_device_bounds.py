@@ -37,9 +37,7 @@ from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.plan_class import EVERY_FINITE, WHOLE_FINITE, class_of
 from stagewright.formulations.plans.structure import Structure, misfit, work_of
 from stagewright.graphs.documents.documents import parse
-from stagewright.graphs.machines.cluster import FORMAT as CLUSTER
 from stagewright.graphs.machines.cluster import Cluster, Device, Link, from_matrix, uniform_servers
-from stagewright.graphs.models.chain import FORMAT as MODEL
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.pipelines.every_plan import device_bounds
 from stagewright.solvers.pipelines.scheduling import solve_schedule
@@ -207,8 +205,8 @@ def test_the_oracle_by_hand():
 
 def read(seed):
     model, cluster, microbatches = documents = random_instance(seed)
-    chain = parse(Chain, json.dumps(model), "model", MODEL, 1)
-    machines = parse(Cluster, json.dumps(cluster), "cluster", CLUSTER, 1)
+    chain = parse(Chain, json.dumps(model), "model")
+    machines = parse(Cluster, json.dumps(cluster), "cluster")
     return documents, PipelineProblem(chain, machines, microbatches)
 
 

@@ -18,8 +18,7 @@ from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetab
 from stagewright.formulations.pipelines.makespan_models import ByIntervals
 from stagewright.formulations.schedules.order import F
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
-from stagewright.solvers.backends.backend import solve
-from stagewright.solvers.backends.schedulers import solve_intervals
+from stagewright.solvers.backends.backend import solve, solve_intervals
 from stagewright.solvers.pipelines.list_scheduling import schedule_order
 from stagewright.solvers.pipelines.rows.annealing import MEAN, anneal_rows
 from stagewright.solvers.pipelines.rows.kernels import SPREAD, time_rows

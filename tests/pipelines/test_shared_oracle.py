@@ -21,7 +21,7 @@ from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.pipelines.bounds.stages import schedule_bounds
 from stagewright.formulations.pipelines.grouped_stages import is_grouped, relaxed_schedule
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.formulations.plans.plan import FORMAT, VERSION, PipelinePlan, Stage
+from stagewright.formulations.plans.plan import PipelinePlan, Stage
 from stagewright.formulations.plans.plan_class import SHARED_SPLIT, SHARED_WHOLE, class_of
 from stagewright.graphs.documents.documents import parse
 from stagewright.graphs.machines.cluster import Link, uniform_servers
@@ -97,7 +97,7 @@ def fastest_plan(problem, split, below=math.inf):
     if found is None:
         return None
     plan = json.dumps(found[1] | {"digest": problem.digest})
-    return found[0], parse(PipelinePlan, plan, "oracle", FORMAT, VERSION)
+    return found[0], parse(PipelinePlan, plan, "oracle")
 
 
 def attack(problem, split):

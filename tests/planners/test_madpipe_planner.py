@@ -316,7 +316,7 @@ def files(tmp_path: Path) -> list[str]:
     paths = []
     for name, document in (("model", problem.chain), ("cluster", problem.cluster)):
         path = tmp_path / f"{name}.json"
-        documents.write_text(path, documents.to_json(document))
+        documents.write_file(path, documents.to_json(document))
         paths += [f"--{name}", str(path)]
     return paths
 

@@ -23,8 +23,7 @@ from stagewright.graphs.machines.cluster import Device, Link, from_matrix, unifo
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.planners import spp
-from stagewright.solvers.planners.baselines.pipedream import plan_pipedream
-from stagewright.solvers.planners.baselines.simple import plan_gpipe
+from stagewright.solvers.planners.baselines.pipedream import plan_gpipe, plan_pipedream
 from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.planners.steps.proposal import Proposal, cost_of
 from stagewright.solvers.planners.structures.refine import refine

@@ -29,7 +29,7 @@ from stagewright.graphs.machines.cluster import Device, Link, from_matrix, unifo
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 from stagewright.solvers.pipelines.structures.scheduling import Priority, best_schedule
-from stagewright.solvers.planners.baselines.simple import plan_dp, plan_gpipe
+from stagewright.solvers.planners.baselines.pipedream import plan_dp, plan_gpipe
 from stagewright.solvers.planners.general import plan_general
 from stagewright.solvers.planners.order import plan_order
 from stagewright.solvers.planners.published import PublishedSearch

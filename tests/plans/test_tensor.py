@@ -11,7 +11,7 @@ from periodic_plans import placed_plan
 from plans import elaborate, require_exact_memory, small_problem, valid_plan
 from profiles import examples
 
-from stagewright.executor.drawing.summary import summarise
+from stagewright.executor.drawing.page import summarise
 from stagewright.executor.drawing.timeline import timeline
 from stagewright.executor.export import export
 from stagewright.executor.simulation.simulate import simulate

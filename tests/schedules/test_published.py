@@ -13,8 +13,18 @@ from published import order_of, timed
 
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.plans.actions import Action
-from stagewright.formulations.schedules.order import B, F, I, Order, W
-from stagewright.formulations.schedules.placements import both_directions, line, loop, v_shape, wave
+from stagewright.formulations.schedules.order import (
+    B,
+    F,
+    I,
+    Order,
+    W,
+    both_directions,
+    line,
+    loop,
+    v_shape,
+    wave,
+)
 from stagewright.formulations.schedules.published.chimera import (
     chimera,
     dualpipe,

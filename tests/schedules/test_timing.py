@@ -12,7 +12,7 @@ from published import generated, order_of, timed
 
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.pipelines.windows import timetable_of_order
-from stagewright.formulations.schedules.placements import line, loop, placed, v_shape, wave
+from stagewright.formulations.schedules.order import line, loop, placed, v_shape, wave
 from stagewright.formulations.schedules.planned import with_channels
 from stagewright.formulations.schedules.published.kinds import KINDS, Sizes, schedule_of
 from stagewright.formulations.schedules.published.one_f_one_b import round_robin

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from order_timing import bubble, longest_span, makespan, most_on_device
 from profiles import examples
 
-from stagewright.formulations.schedules.order import F, I, Order, W
-from stagewright.formulations.schedules.placements import line, v_shape
+from stagewright.formulations.schedules.order import F, I, Order, W, line, v_shape
 from stagewright.formulations.schedules.published.automatic import automatic, zb1p, zb2p
 from stagewright.formulations.schedules.published.chimera import dualpipe_v
 from stagewright.formulations.schedules.published.controllable_memory import (

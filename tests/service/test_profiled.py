@@ -27,9 +27,14 @@ from stagewright.graphs.machines.cluster import (
     uniform_servers,
 )
 from stagewright.graphs.machines.networks import NETWORK_SHARE, SERVER_SHARE
-from stagewright.graphs.models.analytic_sizes import layer_sizes, with_sizes
 from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
-from stagewright.graphs.models.layer_profiles import LayerProfiles, LayerSizes, Measured
+from stagewright.graphs.models.layer_profiles import (
+    LayerProfiles,
+    LayerSizes,
+    Measured,
+    layer_sizes,
+    with_sizes,
+)
 from stagewright.service.layouts.problems import profiled_problem
 from stagewright.service.layouts.profiled import ProfiledRequest, find_profiled_plan
 

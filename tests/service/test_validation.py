@@ -18,9 +18,8 @@ from fastapi.testclient import TestClient
 from stagewright import load_partition_problem
 from stagewright.formulations.forms.answers import silent
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service.http.app import create_app
+from stagewright.service.http.app import OWN, create_app
 from stagewright.service.http.guard import Service
-from stagewright.service.http.pages import OWN
 from stagewright.service.http.problems import in_fields
 from stagewright.service.jobs.kinds import KINDS, parse_request
 from stagewright.service.jobs.store import ServiceStore

@@ -29,7 +29,7 @@ from torch.func import functional_call
 from stagewright.executor.capture.layers import LayeredModel
 from stagewright.executor.capture.tracing import capture
 from stagewright.executor.programs.program import rows
-from stagewright.executor.training.stages.seeding import layer_seed
+from stagewright.executor.training.stages.weights import layer_seed
 from stagewright.formulations.plans.actions import (
     COMPUTE,
     Action,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from stagewright.executor.capture.layers import LayeredModel
 from stagewright.executor.training.stages.initialise import initialise
-from stagewright.executor.training.stages.seeding import layer_seed
+from stagewright.executor.training.stages.weights import layer_seed
 
 Build = Callable[[], nn.Module]
 

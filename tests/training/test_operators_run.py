@@ -19,8 +19,7 @@ from stagewright.executor.training.operators.executor import OperatorExecutor
 from stagewright.formulations.operators.plan import OperatorPlan, digest_of
 from stagewright.formulations.operators.splitting import choices_of, split_graph
 from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers
-from stagewright.graphs.models.operators.data_parallel import data_parallel
-from stagewright.graphs.models.operators.step_graph import StepGraph
+from stagewright.graphs.models.operators.step_graph import StepGraph, data_parallel
 from stagewright.solvers.operators.planning import plan_operators
 
 STEPS = 3

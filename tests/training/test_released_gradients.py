@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stagewright.executor.capture.tracing import capture
 from stagewright.executor.training.runtime import Executor
-from stagewright.executor.training.stages.gradients import FlatGradients, ReleasedGradients
+from stagewright.executor.training.stages.learning_rates import FlatGradients, ReleasedGradients
 from stagewright.executor.training.stages.weights import Weights
 from stagewright.formulations.plans.plan import PipelinePlan
 

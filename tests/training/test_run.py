@@ -39,12 +39,12 @@ from stagewright.cli.training import running
 from stagewright.executor.programs.periodic import lower_any
 from stagewright.executor.programs.program import Instruction
 from stagewright.executor.programs.verification.verify import verify
-from stagewright.executor.training.data.passes import mini_batches
+from stagewright.executor.training.data.batches import mini_batches
 from stagewright.executor.training.interpreter.recorder import carry_out
 from stagewright.executor.training.logs import StepReport
 from stagewright.executor.training.ranks import launch
 from stagewright.executor.training.ranks.endings import Member
-from stagewright.executor.training.ranks.watching import Watch
+from stagewright.executor.training.ranks.joining import Watch
 
 NO_ANSWER = "rank {} does not answer (killed, stopped or unreachable?)"
 LOST = "lost contact with another rank (killed, stuck or unreachable?)"

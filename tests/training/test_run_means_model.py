@@ -22,7 +22,7 @@ from stagewright.executor.capture.tracing import capture  # noqa: E402
 from stagewright.executor.measuring.machine import MeasuringMachine  # noqa: E402
 from stagewright.executor.measuring.profiling import measure_layers  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
-from stagewright.executor.training.stages.seeding import layer_seed  # noqa: E402
+from stagewright.executor.training.stages.weights import layer_seed  # noqa: E402
 from stagewright.formulations.plans.plan import PipelinePlan, Stage  # noqa: E402
 from stagewright.graphs.documents.errors import InputError  # noqa: E402
 

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="the executor needs torch")
 import numpy as np  # noqa: E402
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
-from stagewright.executor.training.data.passes import mini_batches  # noqa: E402
+from stagewright.executor.training.data.batches import mini_batches  # noqa: E402
 from stagewright.graphs.documents.errors import InputError  # noqa: E402
 
 SAMPLES, BATCH = 10, 3  # three mini-batches and a smaller one

@@ -39,7 +39,7 @@ from training_plans import (  # noqa: E402
 
 from stagewright.executor.programs.lower import lower  # noqa: E402
 from stagewright.executor.programs.verification.verify import verify  # noqa: E402
-from stagewright.executor.training.stages.seeding import layer_seed  # noqa: E402
+from stagewright.executor.training.stages.weights import layer_seed  # noqa: E402
 from stagewright.formulations.plans.actions import COMPUTE, Action, Weights, parse_action  # noqa: E402
 from stagewright.formulations.plans.plan import PipelinePlan, Stage  # noqa: E402
 

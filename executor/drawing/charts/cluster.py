@@ -4,7 +4,7 @@ import io
 import itertools
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -186,23 +186,17 @@ def _name_jobs(axes: "Axes", timeline: ClusterTimeline, jobs: list[int]) -> None
     )
 
 
-def draw_jct_cdf(
-    timelines: Mapping[str, ClusterTimeline],
-    path: str | os.PathLike[str],
-    window: range | None = None,
-) -> None:
-    """Draw the cumulative distribution of job completion times, a line for each timeline.
+def draw_jct_cdf(timeline: ClusterTimeline, name: str, path: str | os.PathLike[str]) -> None:
+    """Draw the cumulative distribution of job completion times under the policy ``name``.
 
     Raises InputError if no job completed, or the suffix is not one of ``SUFFIXES``.
     """
     figure, axes = _figure(path, 5.0)
-    for k, (name, timeline) in enumerate(timelines.items()):
-        hours = np.sort(timeline.durations(window)) / HOUR
-        if not hours.size:
-            raise InputError(f"{name}: no job completed, there is no completion time to draw")
-        part = np.arange(1, len(hours) + 1) / len(hours)
-        label = f"{name} (mean {hours.mean():.2f} h)"
-        axes.step(hours, part, where="post", label=label, **_line(k))
+    hours = np.sort(timeline.durations()) / HOUR
+    if not hours.size:
+        raise InputError(f"{name}: no job completed, there is no completion time to draw")
+    part = np.arange(1, len(hours) + 1) / len(hours)
+    axes.step(hours, part, where="post", label=f"{name} (mean {hours.mean():.2f} h)", **_line(0))
     axes.set(
         xlabel="job completion time, hours",
         ylabel="fraction of the jobs",
@@ -279,4 +273,4 @@ def _write(figure: "Figure", path: str | os.PathLike[str]) -> None:
     # Without a date, so that the same timeline gives the same file.
     metadata = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[suffix]
     figure.savefig(picture, format=suffix, metadata=metadata)
-    documents.write_bytes(path, picture.getvalue())
+    documents.write_file(path, picture.getvalue())

@@ -9,11 +9,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+
 DOTS_PER_INCH = 150
 MAX_HEIGHT_INCHES = 30.0
 
 
-def new_figure(width: float, height: float, dots_per_inch: int = DOTS_PER_INCH) -> "Figure":
+def new_figure(
+    width: float = 10.0, height: float = 5.5, dots_per_inch: int = DOTS_PER_INCH
+) -> "Figure":
     """An empty figure of so many inches."""
     # Imported here: matplotlib takes a second to load, and only pictures need it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -1,7 +1,6 @@
 """Prices over time and the stays of a plan as a PNG."""
 
 import datetime
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,13 +8,11 @@ from typing import TYPE_CHECKING
 from stagewright.executor.drawing.charts.figures import bare, new_figure, save
 from stagewright.executor.drawing.colours import CATEGORIES
 from stagewright.formulations.cloud.switching import Offer, Stay, SwitchingProblem
-from stagewright.graphs.documents import documents
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-WIDTH_INCHES, HEIGHT_INCHES = 10.0, 5.5
 _MARKERS = "osD^vP*X"  # lines are told apart without their colours too
 
 
@@ -29,7 +26,7 @@ class SweepLine:
 
 def sweep_png(axis: str, places: Sequence[str], lines: Sequence[SweepLine]) -> bytes:
     """A PNG; ``axis`` names the size whose values are ``places``."""
-    figure = new_figure(WIDTH_INCHES, HEIGHT_INCHES)
+    figure = new_figure()
     axes = figure.add_subplot()
     for number, line in enumerate(lines):
         rates = [float("nan") if rate is None else rate for rate in line.rates]
@@ -51,13 +48,6 @@ MOST_LINES = 8
 """Number of drawn offers: those of the plan, then the cheapest of other regions and GPU kinds."""
 _HEADROOM = 4.0
 """Height of the axis relative to the plan's highest price of work; higher prices are clipped."""
-
-
-def write_price_png(
-    problem: SwitchingProblem, plan: Sequence[Stay], title: str, path: str | os.PathLike[str]
-) -> None:
-    """Draw the plan over the prices and write it to ``path`` atomically."""
-    documents.write_bytes(path, price_png(problem, plan, title))
 
 
 def price_png(problem: SwitchingProblem, plan: Sequence[Stay], title: str) -> bytes:

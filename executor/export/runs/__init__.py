@@ -5,8 +5,8 @@ from pathlib import Path
 
 from stagewright.executor.export.layouts.megatron import FILE as MEGATRON
 from stagewright.executor.export.layouts.torchtitan import FILE as TORCHTITAN
+from stagewright.executor.export.runs.arguments import TrainingRun
 from stagewright.executor.export.runs.megatron import read_megatron
-from stagewright.executor.export.runs.run import TrainingRun
 from stagewright.executor.export.runs.torchtitan import read_torchtitan
 from stagewright.graphs.documents import documents
 

@@ -12,16 +12,24 @@ from typing import Any
 
 from stagewright.executor.export.layouts.core import STRATEGIES
 from stagewright.executor.export.layouts.megatron import NORMS
-from stagewright.executor.export.runs.arguments import Arguments, by_name
+from stagewright.executor.export.runs.arguments import (
+    Arguments,
+    LaunchScript,
+    TrainingRun,
+    by_name,
+    data_degree,
+    division,
+    read_script,
+)
 from stagewright.executor.export.runs.megatron_hybrid import (
+    POSITIONS,
     delta_variants,
     flags,
     hybrid_fields,
     read_pattern,
+    read_stated,
+    read_traits,
 )
-from stagewright.executor.export.runs.megatron_stated import POSITIONS, read_stated, read_traits
-from stagewright.executor.export.runs.run import TrainingRun, data_degree, division
-from stagewright.executor.export.runs.shell import LaunchScript, read_script
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.graphs.documents.errors import InputError, naming
 from stagewright.graphs.machines.stack_memory import STACK_MEMORY

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.executor.export.layouts.torchtitan import TORCH_SCHEDULES
-from stagewright.executor.export.runs.run import TrainingRun, data_degree, division
+from stagewright.executor.export.runs.arguments import TrainingRun, data_degree, division
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.schedules import Schedule
 from stagewright.graphs.documents.errors import InputError, naming

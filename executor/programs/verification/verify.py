@@ -35,11 +35,9 @@ from stagewright.executor.programs.verification.progress import PipelineProgress
 from stagewright.executor.programs.verification.transfers import (
     require_same_sides,
     require_transfers,
-    wanted_transfers,
-)
-from stagewright.executor.programs.verification.versions import (
     require_versions,
     versions_at_first_stage,
+    wanted_transfers,
 )
 from stagewright.formulations.plans.actions import (
     COMPUTE,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from stagewright.executor.capture.shapes import Value
 from stagewright.executor.programs.program import SENDS, handed, received, transfers
-from stagewright.executor.training.interpreter.iterations import Iterations
+from stagewright.executor.training.interpreter.last_stage import Iterations
 from stagewright.executor.training.ranks.rank import Rank, RankPlace
 from stagewright.executor.training.stages.stage import Gradients
 from stagewright.formulations.plans.actions import SEND_B, SEND_F, Action, ActionKind

@@ -16,28 +16,31 @@ from torch import Tensor
 from stagewright.executor.programs.program import Instruction, Row, Samples
 from stagewright.executor.programs.trace import RankAction
 from stagewright.executor.training.data.batches import Batch, mapped_batch, tensors_of_batch
-from stagewright.executor.training.interpreter.agreement import Agreement
 from stagewright.executor.training.interpreter.exchange import (
     RECV_B,
     RECV_F,
     Boundary,
     StageExchange,
 )
-from stagewright.executor.training.interpreter.graph import (
+from stagewright.executor.training.interpreter.last_stage import Iterations, LastStage
+from stagewright.executor.training.interpreter.recorder import (
+    Agreement,
+    Call,
+    PipelineRecorder,
+    carry_out,
+)
+from stagewright.executor.training.interpreter.streams import (
     CapturedWindow,
     DeviceFactor,
+    DeviceStreams,
     Joint,
     held_by,
+    in_streams,
 )
-from stagewright.executor.training.interpreter.iterations import Iterations
-from stagewright.executor.training.interpreter.last_stage import LastStage
-from stagewright.executor.training.interpreter.recorder import Call, PipelineRecorder, carry_out
-from stagewright.executor.training.interpreter.streams import DeviceStreams, in_streams
 from stagewright.executor.training.losses import Loss
 from stagewright.executor.training.ranks.rank import Rank, RankProgram
-from stagewright.executor.training.stages.seeding import layer_seed
 from stagewright.executor.training.stages.stage import Gradients, StageComputation, Tensors
-from stagewright.executor.training.stages.weights import Weights
+from stagewright.executor.training.stages.weights import Weights, layer_seed
 from stagewright.formulations.plans.actions import COMPUTE, SEND_F, VERSIONED, Action, ActionKind
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD

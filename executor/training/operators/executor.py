@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from stagewright.executor.capture.steps.step import CapturedStep, capture_step, share_of
 from stagewright.executor.programs.operators.lower import lower_operators
-from stagewright.executor.programs.operators.placed import PlacedGraph, devices_of
-from stagewright.executor.programs.operators.trace import traced_operators
+from stagewright.executor.programs.operators.placed import PlacedGraph, devices_of, traced_operators
 from stagewright.executor.programs.operators.verify import verify_operators
 from stagewright.executor.training.interpreter.last_stage import NonFiniteLoss
 from stagewright.executor.training.losses import Loss
@@ -25,8 +24,7 @@ from stagewright.executor.training.operators.interpreter import (
     replicas_of,
 )
 from stagewright.executor.training.rank_executor import MODEL, RankExecutor
-from stagewright.executor.training.ranks.groups import summed
-from stagewright.executor.training.ranks.rank import RankPlace, this_place
+from stagewright.executor.training.ranks.rank import RankPlace, summed, this_place
 from stagewright.executor.training.stages.initialise import Model
 from stagewright.executor.training.stages.learning_rates import MakeOptimizer
 from stagewright.executor.training.trace_recorder import TraceRecorder

@@ -25,11 +25,11 @@ from stagewright.executor.programs.verification.transfers import by_peer
 from stagewright.executor.training.interpreter.exchange import Messages
 from stagewright.executor.training.interpreter.recorder import Recorder, carry_out
 from stagewright.executor.training.ranks.rank import RankPlace
-from stagewright.executor.training.stages.seeding import operator_seed
+from stagewright.executor.training.stages.weights import operator_seed
 from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.formulations.plans.actions import Action, ActionKind
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
-from stagewright.graphs.models.operators.data_parallel import Weights, data_parallel
+from stagewright.graphs.models.operators.step_graph import Weights, data_parallel
 
 
 def replicas_of(plan: OperatorPlan) -> int:

@@ -28,18 +28,16 @@ from torch import Tensor, nn
 from stagewright.executor.capture.layers import CapturedLayer, LayeredModel, TensorPlan, class_of
 from stagewright.executor.capture.twins import twin
 from stagewright.executor.training.sharding.parallel_layers import (
-    SAME,
-    ColumnConv1D,
-    ColumnLinear,
-    SummedGradient,
-    TensorGroup,
-)
-from stagewright.executor.training.sharding.styles import (
     DIVIDE,
+    SAME,
     SUMMED,
     WHOLE,
+    ColumnConv1D,
+    ColumnLinear,
     DivisionWay,
+    SummedGradient,
     TensorCut,
+    TensorGroup,
     require_style,
     ways_of,
 )

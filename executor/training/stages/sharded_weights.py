@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from stagewright.executor.capture.twins import twin
 from stagewright.executor.training.stages.division import Flat, Piece, PieceGradients, divided
-from stagewright.executor.training.stages.gradients import Gradients
 from stagewright.executor.training.stages.learning_rates import (
     OPTIMIZER,
+    Gradients,
     MakeOptimizer,
     ParameterGroups,
 )

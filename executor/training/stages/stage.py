@@ -23,13 +23,13 @@ from stagewright.executor.capture.split_layer import CannotSplit, Saved, SavedFo
 from stagewright.executor.capture.twins import made_once
 from stagewright.executor.programs.memory import Footprint
 from stagewright.executor.programs.program import Samples
-from stagewright.executor.training.stages.division import compiled_layer
-from stagewright.executor.training.stages.flights import (
+from stagewright.executor.training.stages.division import (
     Held,
     InFlight,
     LayersGraph,
     add_gradient,
     backward_of,
+    compiled_layer,
     held_places,
     tensors_at,
 )

@@ -1,5 +1,6 @@
-"""The weights of one stage on one rank: their versions, their gradient, their optimizer."""
+"""The weights of one stage on one rank: versions, gradient, optimizer; and the seeds of a run."""
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -10,18 +11,31 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stagewright.executor.capture.twins import twin
-from stagewright.executor.training.stages.gradients import (
+from stagewright.executor.training.stages.learning_rates import (
     FlatGradients,
     Gradients,
-    ReleasedGradients,
-)
-from stagewright.executor.training.stages.learning_rates import (
     LearningRates,
     MakeOptimizer,
     MakeSchedule,
     ParameterGroups,
+    ReleasedGradients,
     optimizer_of,
 )
+
+
+def layer_seed(seed: int, step: int, microbatch: int, layer: int) -> int:
+    """The seed of one layer's forward pass, 63 bits; the same in every process."""
+    return _hashed(f"{seed} {step} {microbatch} {layer}")
+
+
+def operator_seed(seed: int, step: int, name: str) -> int:
+    """The seed under which the operator called ``name`` draws in a step, 63 bits."""
+    return _hashed(f"{seed} {step} {name}")
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
 
 _BUCKET_BYTES = 25_000_000  # of an all-reduce, as in torch's own data parallelism
 

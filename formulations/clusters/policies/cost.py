@@ -12,9 +12,27 @@ nothing more. The public code of its scheduler maximises sum_m sum_j T_mj / c_j 
 solve the ratio of sums, a linear-fractional program, by the substitution of Charnes and Cooper
 (1962): z = t y for t > 0 with cost(z) fixed is one linear program. A ratio does not say how much
 to do; among the allocations of the best ratio the one with most work is taken.
+
+Minimum cost under SLOs (thesis 6.4.3): ``cost`` with a floor for every job that has one.
+
+throughput(m, X) >= num_iterations_m / SLO_m
+
+If the floors cannot all be had, the total of the parts that are missing is minimised first:
+
+minimise_X,s  sum_m s_m   such that   throughput(m, X) >= (1 - s_m) * num_iterations_m / SLO_m
+
+Minimum makespan within a budget (thesis 6.4.3).
+
+minimise_X  M   such that   num_iterations_m / M <= throughput(m, X)  and  M * cost(X) <= B
+
+The thesis searches for M by bisection, for its rows multiply M and X. In y = M X, the time that
+each job spends on each type, they are linear and the whole is one linear program, exact at once:
+with the rows A X <= b of a valid allocation,
+
+minimise  M   such that   A y <= b M,   sum_j T_mj y_mj >= num_iterations_m,   cost(y) <= B
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy import sparse
@@ -22,8 +40,72 @@ from scipy import sparse
 from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem, throughput
 from stagewright.formulations.clusters.polytope import Polytope
 from stagewright.formulations.forms.models import LinearProgram
-from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import require_amount
+
+
+def needs(problem: AllocationProblem) -> Floats:
+    """Steps per second that meet each job's SLO; 0 without one, or if it has passed."""
+    left = problem.deadline_seconds
+    open_ = np.isfinite(left) & (left > 0)
+    return np.asarray(np.where(open_, problem.steps / np.where(open_, left, 1.0), 0.0))
+
+
+def too_fast(problem: AllocationProblem) -> Bools:
+    """Jobs whose SLO asks for more than any accelerator gives."""
+    return np.asarray(needs(problem) > problem.best_rates() * (1 + 1e-9))
+
+
+def shortfall_program(valid: Polytope, floor: Floats) -> tuple[LinearProgram, Ints]:
+    """The form, whose last columns are s of the groups with a floor, and those groups."""
+    groups = np.flatnonzero(floor)
+    count = len(groups)
+    scale = sparse.diags_array(1 / floor[groups])
+    rows = sparse.block_array(
+        [[valid.matrix, None], [scale @ valid.rate[groups], sparse.eye_array(count, format="csr")]],
+        format="csr",
+    )
+    columns = valid.columns + count
+    form = LinearProgram(
+        np.concatenate([np.zeros(valid.columns), np.ones(count)]),
+        sparse.csr_array(rows),
+        np.concatenate([valid.lower, np.ones(count)]),
+        np.concatenate([valid.upper, np.full(count, np.inf)]),
+        np.zeros(columns),
+        np.concatenate([valid.most, np.ones(count)]),
+        np.zeros(columns, dtype=bool),
+    )
+    return form, groups
+
+
+def notes(problem: AllocationProblem, floor: Floats) -> tuple[str, ...]:
+    """A line for each job that misses its SLO; ``floor`` is its possible steps per second."""
+    need, best, hopeless = needs(problem), problem.best_rates(), too_fast(problem)
+    found = []
+    for job in np.flatnonzero(np.isfinite(problem.deadline_seconds)):
+        left = problem.deadline_seconds[job]
+        asks = f"needs {need[job]:.4g} steps/s to meet its SLO in {left / 3600:.3g} h"
+        if left <= 0:
+            text = f"its SLO passed {-left / 3600:.3g} h ago; served as if it had none"
+        elif hopeless[job]:
+            text = (
+                f"{asks}, no accelerator is fast enough (at best {best[job]:.4g}: no SLO below "
+                f"{_hours(problem, job, best)} can be met); served as if it had none"
+            )
+        elif floor[job] < need[job] * (1 - 1e-6):
+            when = f", by which it takes {_hours(problem, job, floor)}" if floor[job] else ""
+            text = f"{asks}, gets {floor[job]:.4g} at best together with the others{when}"
+        else:
+            continue
+        found.append(f"job {problem.names[job]!r}: {text}")
+    return tuple(found)
+
+
+def _hours(problem: AllocationProblem, job: np.signedinteger, rate: Floats) -> str:
+    """How long the rest of a job takes at its rate."""
+    return f"{problem.steps[job] / rate[job] / 3600:.3g} h"
+
 
 _TIGHT = 100.0  # scales the row of the ratio: a solver's 1e-7 is then 1e-9 of the cost
 
@@ -198,3 +280,80 @@ def _least_spent(problem: AllocationProblem, asked: Costed) -> float:
         runs = rates[:, side] > 0
         np.minimum.at(least, kinds[runs], half[runs] / rates[runs, side])
     return float(asked.floor @ least[asked.valid.groups.kind])
+
+
+SECONDS_PER_HOUR = 3600.0
+
+
+def require_budget(budget_dollars: float | None) -> float:
+    """The budget; none, or one that is not positive, is refused."""
+    if budget_dollars is None:
+        raise InputError("makespan-budget needs a budget: give the dollars that all jobs may cost")
+    require_amount(budget_dollars, "budget")
+    if budget_dollars == 0:
+        raise InputError("budget must be more than zero, got 0")
+    return budget_dollars
+
+
+def unit_seconds(problem: AllocationProblem) -> float:
+    """The program's unit of time, in seconds: no makespan is shorter than this unit."""
+    return float((problem.steps / problem.best_rates()).max())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BudgetProgram:
+    """The form over (y, M), minimising M, and the same with groups' time relaxed, for the bound.
+
+    ``dollars`` is the cost of each column; ``most`` bounds y / M.
+    """
+
+    form: LinearProgram
+    relaxed: LinearProgram
+    dollars: Floats
+    most: Floats
+
+    def cheapest(self, makespan: float = np.inf, *, relaxed: bool = False) -> LinearProgram:
+        """The form that minimises dollars instead, within ``makespan`` (units) and any budget."""
+        form = self.relaxed if relaxed else self.form
+        budget = form.row_upper.copy()
+        budget[-1] = np.inf
+        upper = np.append(self.most, 1.0) * makespan
+        return replace(form, cost=self.dollars, row_upper=budget, upper=upper)
+
+    def bounding(self, makespan: float) -> LinearProgram:
+        """``relaxed`` with finite columns: an optimum takes no longer than ``makespan``, found."""
+        return replace(self.relaxed, upper=np.append(self.most, 1.0) * makespan)
+
+
+def budget_program(valid: Polytope, budget_dollars: float) -> BudgetProgram:
+    """State the program for the polytope's groups; the last row is the budget."""
+    problem = valid.problem
+    unit = unit_seconds(problem)
+    steps = valid.groups.total(problem.steps)
+    done = sparse.diags_array(unit / steps) @ valid.rate
+    dollars = valid.used.T @ prices(problem) * (unit / SECONDS_PER_HOUR)
+    equal = np.isfinite(valid.lower)  # a row with a lower bound is an equation
+
+    def form(upper: Floats) -> LinearProgram:
+        bounded = np.isfinite(upper)
+        rows = sparse.block_array(
+            [
+                [valid.matrix, sparse.csr_array(np.where(bounded, -upper, 0.0)[:, None])],
+                [done, None],
+                [sparse.csr_array((dollars / budget_dollars)[None, :]), None],
+            ],
+            format="csr",
+        )
+        return LinearProgram(
+            np.append(np.zeros(valid.columns), 1.0),
+            sparse.csr_array(rows),
+            np.concatenate([np.where(equal, 0.0, -np.inf), np.ones(len(steps)), [-np.inf]]),
+            np.concatenate([np.where(bounded, 0.0, np.inf), np.full(len(steps), np.inf), [1.0]]),
+            np.zeros(valid.columns + 1),
+            np.full(valid.columns + 1, np.inf),
+            np.zeros(valid.columns + 1, dtype=bool),
+        )
+
+    return BudgetProgram(
+        form(valid.upper), form(valid.relaxed_upper()), np.append(dollars, 0.0), valid.most
+    )

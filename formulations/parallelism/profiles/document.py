@@ -18,9 +18,6 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.documents.units import format_bytes
 
-FORMAT: Literal["stagewright-profiled-plan"] = "stagewright-profiled-plan"
-VERSION: Literal[1] = 1
-
 
 @dataclass(frozen=True)
 class ProfiledDocument:
@@ -33,13 +30,13 @@ class ProfiledDocument:
     iteration_seconds: float
     memory_bytes: tuple[float, ...]
     bound: LayoutBound | None = None
-    format: Literal["stagewright-profiled-plan"] = FORMAT
-    version: Literal[1] = VERSION
+    format: Literal["stagewright-profiled-plan"] = "stagewright-profiled-plan"
+    version: Literal[1] = 1
 
 
 def load_profiled_plan(path: str | os.PathLike[str]) -> ProfiledDocument:
     """Read a document; errors are one line with the file and the place."""
-    return documents.read(ProfiledDocument, path, FORMAT, VERSION)
+    return documents.read(ProfiledDocument, path)
 
 
 def save_profiled_plan(plan: ProfiledDocument, path: str | os.PathLike[str]) -> None:

@@ -11,9 +11,8 @@ from collections import deque
 from functools import lru_cache
 
 from stagewright.formulations.plans.actions import Action, ActionKind
-from stagewright.formulations.schedules.order import B, F, I, Order, Row, W
-from stagewright.formulations.schedules.placements import both_directions, wave
-from stagewright.formulations.schedules.published.construction import require_at_least, require_even
+from stagewright.formulations.schedules.order import B, F, I, Order, Row, W, both_directions, wave
+from stagewright.formulations.schedules.published.automatic import require_at_least, require_even
 from stagewright.formulations.schedules.published.zbv import in_units
 
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 from stagewright.formulations.plans.actions import Weights
-from stagewright.formulations.schedules.order import Order
-from stagewright.formulations.schedules.placements import line, placed
+from stagewright.formulations.schedules.order import Order, line, placed
 from stagewright.formulations.schedules.published.automatic import Goal, zb1p, zb2p
 from stagewright.formulations.schedules.published.chimera import (
     chimera,

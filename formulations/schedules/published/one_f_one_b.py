@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from stagewright.formulations.plans.actions import Action, ActionKind
-from stagewright.formulations.schedules.order import B, F, I, Order, Row, W, order_of
-from stagewright.formulations.schedules.placements import loop
+from stagewright.formulations.schedules.order import B, F, I, Order, Row, W, loop, order_of
 from stagewright.graphs.documents.errors import InputError
 
 

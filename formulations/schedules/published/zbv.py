@@ -10,10 +10,12 @@ from functools import lru_cache
 from itertools import cycle, islice, product
 
 from stagewright.formulations.plans.actions import Action
-from stagewright.formulations.schedules.order import B, F, I, Order, Row, W
-from stagewright.formulations.schedules.placements import Device, v_shape
-from stagewright.formulations.schedules.published.automatic import Goal
-from stagewright.formulations.schedules.published.construction import Construction, require_stages
+from stagewright.formulations.schedules.order import B, Device, F, I, Order, Row, W, v_shape
+from stagewright.formulations.schedules.published.automatic import (
+    Construction,
+    Goal,
+    require_stages,
+)
 from stagewright.formulations.schedules.timing import ActivationMemory, StageTimes, activations
 
 

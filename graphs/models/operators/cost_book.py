@@ -5,7 +5,6 @@ pair of devices, as a line fitted to size and time. Nothing else is known: a pla
 """
 
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,8 +25,6 @@ from stagewright.graphs.models.operators.step_graph import (
     StepGraph,
 )
 
-FORMAT: Literal["stagewright-costs"] = "stagewright-costs"
-VERSION: Literal[1] = 1
 _MOST_MEASURED = 10**12
 
 
@@ -150,8 +147,8 @@ class CostBook:
 
     computed: tuple[Computed, ...] = ()
     sent: tuple[Sent, ...] = ()
-    format: Literal["stagewright-costs"] = FORMAT
-    version: Literal[1] = VERSION
+    format: Literal["stagewright-costs"] = "stagewright-costs"
+    version: Literal[1] = 1
 
     def __post_init__(self) -> None:
         _require_unique("operator on kind", ((one.operator, one.kind) for one in self.computed))
@@ -323,8 +320,3 @@ def _difference(rows: Sequence[tuple[float, float]]) -> float:
     if not total:
         return math.inf if difference else 0.0
     return difference / total
-
-
-def save_costs(book: CostBook, path: str | os.PathLike[str]) -> None:
-    """Write a book atomically."""
-    documents.write(CostBook, book, path)

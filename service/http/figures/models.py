@@ -3,11 +3,9 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from stagewright.executor.drawing.charts.memory_curve import Curve, curve_chart
-from stagewright.executor.drawing.lanes import BarRun, Mark, runs_drawing
+from stagewright.executor.drawing.lanes import BOUND, BarRun, Mark, runs_drawing
 from stagewright.executor.drawing.operators import drawing
-from stagewright.executor.drawing.plan_lanes import BOUND
-from stagewright.executor.drawing.schedules import Panel, schedules_drawing
+from stagewright.executor.drawing.schedules import Curve, Panel, curve_chart, schedules_drawing
 from stagewright.executor.drawing.timeline import Block, Row
 from stagewright.executor.drawing.web.render import Chart, Series
 from stagewright.formulations.pipelines.windows import stage_times

@@ -8,8 +8,7 @@ from time import perf_counter
 
 from stagewright.formulations.clusters.allocation import AllocationProblem, check
 from stagewright.formulations.clusters.policies.allox import require_single
-from stagewright.formulations.clusters.policies.budget import require_budget
-from stagewright.formulations.clusters.policies.cost import positive_prices, prices
+from stagewright.formulations.clusters.policies.cost import positive_prices, prices, require_budget
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.forms.models import LinearProgram
 from stagewright.graphs.documents.errors import InputError

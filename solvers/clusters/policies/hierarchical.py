@@ -1,7 +1,7 @@
 """Fairness over a tree of entities; see ``formulations.policies.hierarchical``."""
 
 from stagewright.formulations.clusters.allocation import AllocationProblem
-from stagewright.formulations.clusters.policies import hierarchical
+from stagewright.formulations.clusters.policies import water_filling
 from stagewright.formulations.forms.answers import Limits
 from stagewright.solvers.clusters.answer import AllocationResult
 from stagewright.solvers.clusters.policies.water_filling import fill
@@ -9,4 +9,4 @@ from stagewright.solvers.clusters.policies.water_filling import fill
 
 def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:
     """Water filling with the weights that the tree gives."""
-    return fill(problem, hierarchical.tree(problem), limits)
+    return fill(problem, water_filling.tree(problem), limits)

@@ -8,7 +8,7 @@ from time import perf_counter
 import numpy as np
 
 from stagewright.formulations.clusters.allocation import AllocationProblem
-from stagewright.formulations.clusters.policies import budget, makespan
+from stagewright.formulations.clusters.policies import cost, makespan
 from stagewright.formulations.clusters.policies.cost import dollars_per_hour, prices
 from stagewright.formulations.clusters.polytope import Groups, Polytope, polytope
 from stagewright.formulations.forms.answers import Answer, Limits, Status
@@ -53,7 +53,7 @@ def solve(
 
     Raises InputError if there is no budget, it is not positive, or an accelerator has no price.
     """
-    budget_dollars = budget.require_budget(budget_dollars)
+    budget_dollars = cost.require_budget(budget_dollars)
     prices(problem)
     began = perf_counter()
 
@@ -68,11 +68,11 @@ def solve(
     shares = np.clip(best.values[:-1] / best.values[-1], 0.0, best.valid.most)
     allocation = best.valid.invert(shares, all_served=True)
     seconds = makespan.objective(problem, allocation)
-    spent = seconds / budget.SECONDS_PER_HOUR * dollars_per_hour(problem, allocation)
+    spent = seconds / cost.SECONDS_PER_HOUR * dollars_per_hour(problem, allocation)
     return AllocationResult(
         best.answer.status,
         seconds,
-        best.bound * budget.unit_seconds(problem),
+        best.bound * cost.unit_seconds(problem),
         allocation,
         f"duals of the linear program over groups of jobs ({best.answer.backend})",
         maximises=False,
@@ -87,7 +87,7 @@ def _best(
 
     def attempt(groups: Groups) -> LevelAttempt[_Fastest]:
         valid = polytope(problem, groups)
-        program = budget.budget_program(valid, budget_dollars)
+        program = cost.budget_program(valid, budget_dollars)
         answer = backend.solve(program.form, limits=left())
         if answer.values is None or answer.duals is None:
             # Finer groups cost no less: with time enough no group's is scarce.
@@ -107,7 +107,7 @@ def _best(
 
 
 def _cheapest(
-    best: _Fastest, program: budget.BudgetProgram, groups: Groups, limits: Limits
+    best: _Fastest, program: cost.BudgetProgram, groups: Groups, limits: Limits
 ) -> LevelAttempt[_Fastest]:
     """The cheapest of the fastest allocations."""
     makespan = best.makespan * (1 + _ROOM)
@@ -125,7 +125,7 @@ def _too_little(
 ) -> AllocationResult:
     """An infeasible answer that names the least sufficient budget and its makespan."""
     groups = groups_by_need(problem, problem.steps, np.full(len(problem), FIRST_RATIO))
-    program = budget.budget_program(polytope(problem, groups), budget_dollars)
+    program = cost.budget_program(polytope(problem, groups), budget_dollars)
     answer = backend.solve(program.cheapest(), limits=left())
     note = f"a budget of ${budget_dollars:.6g} is too little for these jobs"
     if answer.objective is not None:
@@ -133,7 +133,7 @@ def _too_little(
         note += f": they cost at least ${least:.6g}"
         slowest = _best(problem, least, left)
         if slowest.values is not None:
-            hours = slowest.makespan * budget.unit_seconds(problem) / budget.SECONDS_PER_HOUR
+            hours = slowest.makespan * cost.unit_seconds(problem) / cost.SECONDS_PER_HOUR
             note += f", and are then done after {hours:.4g} h"
     return AllocationResult(
         Status.INFEASIBLE, None, None, None, None, maximises=False, notes=(note,)

@@ -6,7 +6,7 @@ from time import perf_counter
 import numpy as np
 
 from stagewright.formulations.clusters.allocation import AllocationProblem
-from stagewright.formulations.clusters.policies import slo
+from stagewright.formulations.clusters.policies import cost
 from stagewright.formulations.clusters.policies.cost import positive_prices
 from stagewright.formulations.clusters.polytope import group_by, polytope
 from stagewright.formulations.forms.answers import Limits, Status
@@ -31,14 +31,14 @@ def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:
     def left() -> Limits:
         return replace(limits, seconds=limits.left(perf_counter() - began))
 
-    floor = np.where(slo.too_fast(problem), 0.0, slo.needs(problem))
+    floor = np.where(cost.too_fast(problem), 0.0, cost.needs(problem))
     if not _fit(problem, floor, left()):
         status, met = _met_fraction(problem, floor, left())
         if met is None:
             return AllocationResult(status, None, None, None, None)
         floor = floor * met
     result = min_cost.solve_above(problem, floor, left())
-    return replace(result, notes=(*slo.notes(problem, floor), *result.notes))
+    return replace(result, notes=(*cost.notes(problem, floor), *result.notes))
 
 
 def _fit(problem: AllocationProblem, need: Floats, limits: Limits) -> bool:
@@ -56,7 +56,7 @@ def _met_fraction(
     """The fraction of its need that each job gets when the total shortfall is minimal."""
     single = np.where(need > 0, np.arange(len(problem)) + 1, 0)
     groups = group_by(problem, single)
-    form, asking = slo.shortfall_program(polytope(problem, groups), groups.total(need))
+    form, asking = cost.shortfall_program(polytope(problem, groups), groups.total(need))
     answer = backend.solve(form, limits=limits)
     if answer.values is None:
         return answer.status, None

@@ -10,7 +10,6 @@ from stagewright.formulations.clusters.policies import (
     cost,
     fifo,
     finish_time,
-    hierarchical,
     makespan,
     max_min,
     shortest_first,
@@ -34,7 +33,7 @@ class Statement:
 
 
 def _least(problem: AllocationProblem, allocation: Allocation) -> float:
-    return water_filling.objective(problem, allocation, hierarchical.tree(problem))
+    return water_filling.objective(problem, allocation, water_filling.tree(problem))
 
 
 # By the module that answers the policy.

@@ -11,9 +11,8 @@ import cvxpy as cp
 import numpy as np
 
 from stagewright.formulations.clusters.allocation import AllocationProblem
-from stagewright.formulations.clusters.policies import slo
-from stagewright.formulations.clusters.policies.budget import require_budget
-from stagewright.formulations.clusters.policies.cost import positive_prices
+from stagewright.formulations.clusters.policies import cost
+from stagewright.formulations.clusters.policies.cost import positive_prices, require_budget
 from stagewright.formulations.forms.answers import Status
 from stagewright.graphs.documents.arrays import Bools, Floats
 from stagewright.solvers.backends.backend import UnknownStatusError
@@ -90,7 +89,7 @@ def min_cost(given: RateSetting, *, deadlines: bool = False) -> Specified | Stat
     positive_prices(problem)
     others = [given.dollars_per_second(Y) == 1]
     if deadlines:
-        others += [throughput >= slo.needs(problem) * whole]
+        others += [throughput >= cost.needs(problem) * whole]
     objective = cp.Maximize(given.cheapest_dollars_per_step() @ throughput)
     return given.solved(Y, objective, given.valid(Y, whole), others, whole=whole)
 

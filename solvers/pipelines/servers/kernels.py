@@ -15,19 +15,8 @@ from stagewright.formulations.pipelines.bounds.server_relaxation import (
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.compiled import copy, lean, lean_entry, paced, refer
 from stagewright.solvers.pipelines.servers.conditions import (
-    ALONE,
-    Scratch,
-    before_last,
-    devices_left,
-    exceeds,
-    fast_left,
-    is_crowded,
-    is_late,
-    next_link,
-    waits,
-)
-from stagewright.solvers.pipelines.servers.labels import (
     AFAR,
+    ALONE,
     BACK,
     BACKWARDS,
     BITS,
@@ -41,7 +30,16 @@ from stagewright.solvers.pipelines.servers.labels import (
     TRIP,
     TRIPS,
     UP_TO,
+    Scratch,
+    before_last,
+    devices_left,
+    exceeds,
+    fast_left,
     insert,
+    is_crowded,
+    is_late,
+    next_link,
+    waits,
 )
 from stagewright.solvers.pipelines.servers.sharing import (
     is_overloaded,

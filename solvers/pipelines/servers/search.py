@@ -18,9 +18,15 @@ from stagewright.formulations.pipelines.bounds.server_relaxation import (
 from stagewright.formulations.pipelines.bppm import prefix_sums
 from stagewright.formulations.prices.collectives import paced_seconds
 from stagewright.graphs.documents.arrays import Floats, Ints
-from stagewright.solvers.pipelines.servers.conditions import Loads, Scratch
+from stagewright.solvers.pipelines.servers.conditions import (
+    LOADS,
+    SHARED_VALUES,
+    VALUES,
+    Labels,
+    Loads,
+    Scratch,
+)
 from stagewright.solvers.pipelines.servers.kernels import GAVE_UP, NONE, find
-from stagewright.solvers.pipelines.servers.labels import LOADS, SHARED_VALUES, VALUES, Labels
 from stagewright.solvers.pipelines.servers.tables import (
     Before,
     ServerRest,

@@ -9,8 +9,7 @@ import numpy as np
 
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.compiled import lean, paced
-from stagewright.solvers.pipelines.servers.conditions import Scratch, next_link
-from stagewright.solvers.pipelines.servers.labels import (
+from stagewright.solvers.pipelines.servers.conditions import (
     BACK,
     BEHIND,
     CLOSED,
@@ -18,6 +17,8 @@ from stagewright.solvers.pipelines.servers.labels import (
     FREE,
     LOAD,
     LOADS,
+    Scratch,
+    next_link,
 )
 from stagewright.solvers.pipelines.servers.tables import send_seconds
 

@@ -178,7 +178,7 @@ def best_schedule(
         if not is_short:
             continue
         reduces, updates, seconds = ending_starts(work, endings, starts)
-        fullest = _fullest(work, peaks[lists.alike])
+        fullest = float(((peaks[lists.alike] + work.memory - work.room) / work.memory).max())
         shorter = seconds < ceiling * (1 - EQUAL)
         equal = best is not None and seconds <= ceiling * (1 + EQUAL)
         if shorter or (best and equal and fullest < best.fullest):
@@ -188,11 +188,6 @@ def best_schedule(
             if seconds <= bound * (1 + EQUAL):
                 break
     return best
-
-
-def _fullest(work: Work, peaks: Floats) -> float:
-    """The largest share of its memory that a device needs."""
-    return float(((peaks + work.memory - work.room) / work.memory).max())
 
 
 def blocks_of_starts(work: Work, starts: Floats, reduces: Floats, updates: Floats) -> Blocks:

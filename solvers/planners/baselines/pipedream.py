@@ -1,8 +1,8 @@
-"""PipeDream's partition with a synchronous barrier (thesis 2.4.1; SPP V-A, baseline iii).
+"""SPP's baselines (V-A): data parallelism, GPipe without replication, and PipeDream's partition.
 
-What the recurrence leaves out is in the plan, which the cost model prices: transfers that share a
-channel, the activations of microbatches in flight, shares of a microbatch that are uneven, and the
-drain at the end of an iteration.
+PipeDream's has a synchronous barrier (thesis 2.4.1; baseline iii). What the recurrence leaves out
+is in the plan, which the cost model prices: transfers that share a channel, the activations of
+microbatches in flight, uneven shares of a microbatch, and the drain at the end of an iteration.
 """
 
 from collections.abc import Sequence
@@ -41,6 +41,54 @@ from stagewright.solvers.planners.steps.proposal import (
     shortage,
 )
 from stagewright.solvers.planners.structures.uniform import UniformPlanner
+
+
+def plan_dp(problem: PipelineProblem, limits: Limits, on_progress: OnProgress) -> Proposal | NoPlan:
+    """One stage on all devices, which split each microbatch, followed by one all-reduce.
+
+    If there are more devices than samples in a microbatch, the surplus devices stay idle.
+    """
+    layers = len(problem.chain)
+    devices = range(min(len(problem.cluster), problem.most_replicas(0, layers)))
+    whole = (StageChoice(0, layers, tuple(devices)),)
+    return _flushed(problem, whole)
+
+
+def _flushed(problem: PipelineProblem, stages: tuple[StageChoice, ...]) -> Proposal | NoPlan:
+    """The stages scheduled by 1F1B, which keeps every limit, with a flush per iteration."""
+    scheduling = makespan_problem(problem, stages)
+    if scheduling is None:
+        return NoPlan(shortage(problem, stages))
+    times = list_schedule(scheduling, "1f1b")
+    assert times is not None
+    return proposal_of(problem, named_stages(problem, stages), times)
+
+
+DP = UniformPlanner(
+    "dp", "data parallelism: the whole model on every device", "SPP section V-A, baseline", plan_dp
+)
+
+
+def plan_gpipe(
+    problem: PipelineProblem, limits: Limits, on_progress: OnProgress
+) -> Proposal | NoPlan:
+    """GPipe as SPP describes it (section II): no replication, devices in the cluster's order."""
+    count = min(len(problem.chain), len(problem.cluster))
+    parts = np.array_split(np.arange(len(problem.chain)), count)
+    stages = tuple(
+        StageChoice(int(part[0]), int(part[-1]) + 1, (v,)) for v, part in enumerate(parts)
+    )
+    scheduling = makespan_problem(problem, stages)
+    times = list_schedule(scheduling, "gpipe") if scheduling else None
+    if times is None:
+        return NoPlan(shortage(problem, stages, in_flight=problem.microbatches))
+    return proposal_of(problem, named_stages(problem, stages), times)
+
+
+GPIPE = UniformPlanner(
+    "gpipe", "equal numbers of layers, all forwards first", "Huang et al., NeurIPS 2019", plan_gpipe
+)
+
 
 SMALL = 0.005  # of the plan's time: no cause that is worth a word
 
@@ -133,12 +181,7 @@ def plan_pipedream(
         replace(one, devices=one.devices[: problem.most_replicas(one.start, one.stop)])
         for one in partition(problem)
     )
-    scheduling = makespan_problem(problem, stages)
-    if scheduling is None:
-        return NoPlan(shortage(problem, stages))
-    times = list_schedule(scheduling, "1f1b")
-    assert times is not None  # 1F1B keeps every limit
-    return proposal_of(problem, named_stages(problem, stages), times)
+    return _flushed(problem, stages)
 
 
 class RecurrenceOptimum(NamedTuple):

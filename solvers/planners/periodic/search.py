@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
-from stagewright.formulations.patterns.least_pattern import sequential
 from stagewright.formulations.patterns.one_f_one_b import period_bound
+from stagewright.formulations.patterns.order_model import sequential
 from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
 from stagewright.formulations.patterns.pattern_models import PATTERN
 from stagewright.formulations.patterns.pattern_problems import PatternProblems, static_bytes

@@ -14,6 +14,7 @@ from stagewright.formulations.pipelines.bppm import StageChoice
 from stagewright.formulations.pipelines.makespan import Timetable
 from stagewright.formulations.plans import plan_class
 from stagewright.formulations.plans.actions import DOUBLE_BUFFER, WEIGHT_RULES, ActionKind, Weights
+from stagewright.formulations.plans.assembly import starts_of
 from stagewright.formulations.plans.memory import in_flight_limit, static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import (
@@ -24,7 +25,6 @@ from stagewright.formulations.plans.plan import (
     Predicted,
     Stage,
 )
-from stagewright.formulations.plans.starts import starts_of
 from stagewright.formulations.plans.structure import Structure
 from stagewright.formulations.plans.timing import Blocks, durations
 from stagewright.formulations.schedules.published.kinds import ScheduleChoice

@@ -79,7 +79,7 @@ def _priced(problem: PipelineProblem, mode: MemoryMode) -> tuple[PipelineProblem
     if mode == "none":
         return (problem,)
     if mode == "offload":
-        return (_unsaved_layers(problem), problem)
+        return (_with_costs(problem, lambda _, cost: replace(cost, saved_bytes=0.0)), problem)
     return (_recomputed_layers(problem),)
 
 
@@ -106,11 +106,6 @@ def _recomputed_layers(problem: PipelineProblem) -> PipelineProblem:
     """The problem whose layers keep only their input and recompute the rest in B or I."""
     chain = problem.chain
     return _with_costs(problem, lambda i, cost: _recomputed(chain, i, cost))
-
-
-def _unsaved_layers(problem: PipelineProblem) -> PipelineProblem:
-    """The problem whose layers keep nothing for their backward."""
-    return _with_costs(problem, lambda _, cost: replace(cost, saved_bytes=0.0))
 
 
 def _with_costs(

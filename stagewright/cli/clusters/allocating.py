@@ -20,7 +20,7 @@ from stagewright.cli.outputs import Writes
 from stagewright.cli.solving import find
 from stagewright.formulations.clusters.allocation import throughput
 from stagewright.formulations.clusters.allocation_plan import save_allocation
-from stagewright.graphs.documents.documents import to_json, write_text
+from stagewright.graphs.documents.documents import to_json, write_file
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import counts_of, load_workload, save_workload
 from stagewright.service.clusters.requests import (
@@ -30,7 +30,7 @@ from stagewright.service.clusters.requests import (
     PriceJobsRequest,
     RunClusterRequest,
 )
-from stagewright.service.options import Option
+from stagewright.service.requests import Option
 
 if TYPE_CHECKING:
     from stagewright.service.clusters.answers import (
@@ -255,7 +255,7 @@ def run_cluster(asked: Asked[RunClusterRequest], given: RunClusterOptions) -> in
     with interruptible() as stop:
         answer = answer_of(request, programs, stop)
     if given.output is not None:
-        write_text(given.output, to_json(answer.report))
+        write_file(given.output, to_json(answer.report))
     tell(answer, given, _print_cluster_running, [given.output])
     progressed = answer.status == "interrupted" and any(job.steps for job in answer.jobs)
     return 0 if answer.status == "done" or progressed else 1

@@ -10,10 +10,11 @@ from stagewright.cli.console import percent, print_table, progress, say, tell
 from stagewright.cli.options import Printed, Served
 from stagewright.cli.outputs import Writes
 from stagewright.cli.solving import find
+from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.prices import save_market
 from stagewright.service.cloud.requests import CloudRequest
-from stagewright.service.options import Option
+from stagewright.service.requests import Option
 
 if TYPE_CHECKING:
     from stagewright.graphs.workloads.prices import Market, Preemptions
@@ -74,12 +75,12 @@ def cloud(asked: Asked[CloudRequest], given: CloudOptions) -> int:
 
 
 def _draw(answer: "CloudAnswer", path: Path) -> None:
-    from stagewright.executor.drawing.charts.prices import write_price_png
+    from stagewright.executor.drawing.charts.prices import price_png
 
     if answer.stays is None:
         raise InputError(f"--png: {answer.shown} has no plan to draw")
     title = f"{answer.shown}: {answer.v100_hours:g} V100-hours"
-    write_price_png(answer.problem, answer.stays, title, path)
+    documents.write_file(path, price_png(answer.problem, answer.stays, title))
 
 
 def _print(answer: "CloudAnswer") -> None:

@@ -8,11 +8,11 @@ from stagewright.cli.console import print_table, say, tell
 from stagewright.cli.options import Printed, Served
 from stagewright.cli.outputs import Writes
 from stagewright.cli.solving import find
-from stagewright.graphs.documents.documents import write_text
+from stagewright.graphs.documents.documents import write_file
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.answers import Answer
 from stagewright.service.clusters.requests import RoundsRequest
-from stagewright.service.options import Option
+from stagewright.service.requests import Option
 
 if TYPE_CHECKING:
     from stagewright.service.clusters.answers import AssignmentAnswer, RoundsAnswer
@@ -70,7 +70,7 @@ def _write_round(files: dict[str, str], folder: Path) -> None:
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, text)
+        write_file(path, text)
 
 
 def _print_rounds(answer: "RoundsAnswer") -> None:

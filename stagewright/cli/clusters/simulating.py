@@ -15,7 +15,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.gavel import read_gavel, read_throughputs
 from stagewright.graphs.workloads.jobs import load_workload
 from stagewright.service.clusters.requests import ArrivalsRequest, SimulateClusterRequest
-from stagewright.service.options import Option
+from stagewright.service.requests import Option
 
 if TYPE_CHECKING:
     from stagewright.executor.clusters.simulation import ClusterState
@@ -163,7 +163,7 @@ def _draw(found: "ClusterTimeline", policy: str, given: SimulateClusterOptions) 
     if given.png is not None:
         draw_rounds(found, given.png)
     if given.completion_png is not None:
-        draw_jct_cdf({policy: found}, given.completion_png)
+        draw_jct_cdf(found, policy, given.completion_png)
     if given.utilisation_png is not None:
         draw_utilisation(found, given.utilisation_png)
 

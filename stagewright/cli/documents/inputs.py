@@ -15,7 +15,7 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.documents import to_json
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import counted, parse_share
-from stagewright.service.options import Option
+from stagewright.service.requests import Option
 
 if TYPE_CHECKING:
     from stagewright.graphs.machines.cluster import Cluster
@@ -171,7 +171,7 @@ def _write(
     if given.output is None:
         print(to_json(document), end="")
         return 0
-    documents.write_text(given.output, to_json(document))
+    documents.write_file(given.output, to_json(document))
     if given.as_json:
         print_json(told | {"file": str(given.output)} | more)
         return 0
@@ -289,7 +289,7 @@ def _require_sizing(given: ImportOptions) -> None:
 
 def _with_sizes(profiles: "LayerProfiles", given: ImportOptions) -> "LayerProfiles":
     """The profiles with the sizes of their layers, if a configuration is given."""
-    from stagewright.graphs.models.analytic_sizes import with_sizes
+    from stagewright.graphs.models.layer_profiles import with_sizes
     from stagewright.service.architectures import read_architecture
 
     if given.config is None or given.sequence is None:

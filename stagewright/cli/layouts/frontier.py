@@ -10,10 +10,10 @@ from stagewright.cli.commands import CommandOptions, ask, spelled
 from stagewright.cli.console import kept, out, print_table, progress, say, seconds, tell
 from stagewright.cli.layouts.printing import WIDE
 from stagewright.formulations.parallelism.document import save_layout
-from stagewright.graphs.documents.documents import write_bytes
+from stagewright.graphs.documents.documents import write_file
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import parse_duration
-from stagewright.service.options import Option
+from stagewright.service.requests import Option
 
 if TYPE_CHECKING:
     from stagewright.cli.layouts.layouts import TrainPlanOptions
@@ -99,12 +99,12 @@ def _cost(request: "FrontierRequest", answer: "FrontierAnswer") -> str:
 
 
 def _draw(png: Path, title: str, request: "FrontierRequest", answer: "FrontierAnswer") -> None:
-    from stagewright.executor.drawing.charts.memory_bars import frontier_png
+    from stagewright.executor.drawing.charts.layouts import frontier_png
 
     deadline = request.deadline_seconds
     days = None if deadline is None else deadline / 86_400
     title = f"{title}, {answer.tokens:.3g} tokens"
-    write_bytes(png, frontier_png(answer.rows, _cost(request, answer), title, days))
+    write_file(png, frontier_png(answer.rows, _cost(request, answer), title, days))
 
 
 def _print(name: str, request: "FrontierRequest", answer: "FrontierAnswer") -> None:

@@ -21,15 +21,15 @@ from stagewright.cli.options import Printed, Served, Written
 from stagewright.cli.outputs import Writes, is_document
 from stagewright.cli.solving import find
 from stagewright.formulations.parallelism.document import load_layout, save_layout
-from stagewright.graphs.documents.documents import write_bytes
+from stagewright.graphs.documents.documents import write_file
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.layouts.configured import MemoryInputs, TrainPlanInputs
 from stagewright.service.layouts.requests import LayoutAnswer, LayoutMemoryAnswer, LayoutRequest
 from stagewright.service.layouts.told.layouts import bytes_in_range, shortage_lines
-from stagewright.service.options import Option, one_or_several
+from stagewright.service.requests import Option, one_or_several
 
 if TYPE_CHECKING:
-    from stagewright.executor.export.runs.run import TrainingRun
+    from stagewright.executor.export.runs.arguments import TrainingRun
     from stagewright.graphs.models.architecture import Architecture
 
 
@@ -196,11 +196,11 @@ def _with_run(
 
 
 def _draw(answer: LayoutAnswer, request: LayoutRequest, name: str, png: Path) -> None:
-    from stagewright.executor.drawing.charts.memory_bars import front_png
+    from stagewright.executor.drawing.charts.layouts import front_png
 
     fabric, batch = request.problem.fabric, request.problem.batch
     title = f"{name} on {fabric.devices} {fabric.device}, batch {batch}"
-    write_bytes(png, front_png(answer.front, fabric.memory_bytes, title))
+    write_file(png, front_png(answer.front, fabric.memory_bytes, title))
 
 
 class MemoryOptions(MemoryInputs, PictureOptions, Printed, Served):
@@ -237,9 +237,9 @@ def memory(command_line: typer.Context, given: MemoryOptions) -> int:
             request = given.memory_of(read_model(file, given.sequence))
     answer = find(LayoutMemoryAnswer, request, f"memory of {file.name}", given.server)
     if given.png is not None:
-        from stagewright.executor.drawing.charts.memory_bars import memory_png
+        from stagewright.executor.drawing.charts.layouts import memory_png
 
-        write_bytes(given.png, memory_png(answer.ranks, answer.memory_bytes, answer.layout))
+        write_file(given.png, memory_png(answer.ranks, answer.memory_bytes, answer.layout))
 
     def show(answer: LayoutMemoryAnswer) -> None:
         print_memory(answer.ranks, answer.memory_bytes)

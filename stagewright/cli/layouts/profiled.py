@@ -11,7 +11,7 @@ from stagewright.cli.commands import ask, spelling
 from stagewright.cli.console import kept, percent, print_answer, print_table, say, tell
 from stagewright.cli.options import read_by_kind, read_groups
 from stagewright.cli.solving import find
-from stagewright.graphs.documents.documents import format_of, read_text, write_bytes
+from stagewright.graphs.documents.documents import format_name, format_of, read_text, write_file
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import counted, format_seconds
 
@@ -45,7 +45,7 @@ def is_profiles(path: Path) -> bool:
         If it is a file or folder of profiles that are not imported yet.
     """
     from stagewright.graphs.importers.hf_hub import is_model
-    from stagewright.graphs.models.layer_profiles import FORMAT
+    from stagewright.graphs.models.layer_profiles import LayerProfiles
 
     if is_model(path):
         return False
@@ -56,7 +56,7 @@ def is_profiles(path: Path) -> bool:
             f"{path} {what}; import profiles first: stagewright import {path} --from {source} "
             "--config config.json --sequence 2048 -o profiles.json"
         )
-    return format_of(path) == FORMAT
+    return format_of(path) == format_name(LayerProfiles)
 
 
 def _foreign(path: Path) -> str | None:
@@ -281,10 +281,10 @@ def _require_known(kind: str, given: dict[str, float | None]) -> None:
 
 
 def _draw(png: Path, title: str, answer: "ProfiledAnswer") -> None:
-    from stagewright.executor.drawing.charts.stage_bars import stages_png
+    from stagewright.executor.drawing.charts.layouts import stages_png
 
     seconds = format_seconds(answer.iteration_seconds or 0.0)
-    write_bytes(png, stages_png(answer.stages, f"{title}: {seconds} per iteration"))
+    write_file(png, stages_png(answer.stages, f"{title}: {seconds} per iteration"))
 
 
 def _print(name: str, batch: int, answer: "ProfiledAnswer") -> None:
@@ -314,10 +314,10 @@ def _print(name: str, batch: int, answer: "ProfiledAnswer") -> None:
 
 def is_layout(path: Path) -> bool:
     """Whether a file is a layout; a folder with a config.json, or a model by name, is not."""
-    from stagewright.formulations.parallelism.document import FORMAT
+    from stagewright.formulations.parallelism.document import LayoutPlan
     from stagewright.graphs.importers.hf_hub import is_model
 
-    return not is_model(path) and format_of(path) == FORMAT
+    return not is_model(path) and format_of(path) == format_name(LayoutPlan)
 
 
 def check_layout(path: Path, as_json: bool) -> int:

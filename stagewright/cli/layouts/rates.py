@@ -10,14 +10,14 @@ from stagewright.cli.options import Printed, Served, Written
 from stagewright.cli.outputs import Writes, is_document
 from stagewright.cli.solving import find
 from stagewright.formulations.prices.computing import PrecisionName
-from stagewright.graphs.documents.documents import write, write_bytes
+from stagewright.graphs.documents.documents import write, write_file
 from stagewright.graphs.documents.errors import InputError, naming
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.graphs.machines.rates import RateSet, Spread
 from stagewright.service.layouts.configured import CalibrateInputs
 from stagewright.service.layouts.inputs import MachineInputs
 from stagewright.service.layouts.rates import RateSetAnswer, RatesRequest, find_rates
-from stagewright.service.options import Option
+from stagewright.service.requests import Option
 
 if TYPE_CHECKING:
     from stagewright.graphs.importers.measured_runs import MeasuredIteration
@@ -40,9 +40,9 @@ def rates(asked: Asked[RatesRequest], given: RatesOptions) -> int:
     request = asked.request()
     answer = find_rates(request)
     if given.png is not None:
-        from stagewright.executor.drawing.charts.rate_errors import rates_png
+        from stagewright.executor.drawing.charts.layouts import rates_png
 
-        write_bytes(given.png, rates_png(answer.sets))
+        write_file(given.png, rates_png(answer.sets))
     show = _print_sets if request.name is None else _print_set
     tell(answer, given, lambda answer: show(answer.sets), [given.png])
     return 0
@@ -256,7 +256,7 @@ def _write_script(given: AnchorOptions) -> int:
         most_samples=given.most_samples or 4,
     )
     answer = anchor_script_of(request)
-    written = kept(answer.script, given, lambda text, path: write_bytes(path, text.encode()))
+    written = kept(answer.script, given, lambda text, path: write_file(path, text.encode()))
     tell(answer, given, lambda one: _print_script(one, given.output), written)
     return 0
 

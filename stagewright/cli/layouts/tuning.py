@@ -14,11 +14,11 @@ from stagewright.cli.layouts.layouts import read_model
 from stagewright.cli.layouts.profiled import on_command_line
 from stagewright.cli.options import Printed
 from stagewright.cli.outputs import Writes
-from stagewright.graphs.documents.documents import write_bytes
+from stagewright.graphs.documents.documents import write_file
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_seconds
 from stagewright.service.layouts.configured import TuneInputs
-from stagewright.service.options import Option
+from stagewright.service.requests import Option
 
 if TYPE_CHECKING:
     from stagewright.formulations.parallelism.trials import Trial, Tuning
@@ -76,9 +76,9 @@ def tune(command_line: typer.Context, given: TuneOptions) -> int:
     else:
         answer = _begin_or_go_on(command_line, Path(first), given)
     if given.png is not None:
-        from stagewright.executor.drawing.charts.trials import trials_png
+        from stagewright.executor.drawing.charts.layouts import trials_png
 
-        write_bytes(given.png, trials_png(answer.tried, answer.open))
+        write_file(given.png, trials_png(answer.tried, answer.open))
     tell(answer, given, lambda answer: print_tuning(answer, _root(given)), [given.png])
     return 1 if answer.broken or (given.launch and answer.best is None) else 0
 

@@ -9,11 +9,12 @@ from stagewright.cli.options import Printed
 from stagewright.cli.outputs import Writes, is_document
 from stagewright.executor.programs.trace import Trace
 from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.graphs.models.chain import load_model, save_model
-from stagewright.service.options import Option
 from stagewright.service.pipelines.requests import CompareRequest
+from stagewright.service.requests import Option
 
 if TYPE_CHECKING:
     from stagewright.executor.measuring.causes import Explanation, TimeCause
@@ -70,7 +71,7 @@ def _write_corrected(planned: "PipelinePlan", run: "Trace", model: Path, correct
 
 
 def _draw(planned: "PipelinePlan", run: "Trace", comparison: "Comparison", png: Path) -> None:
-    from stagewright.executor.drawing.charts.chart import write_stacked_png
+    from stagewright.executor.drawing.charts.chart import stacked_png
     from stagewright.executor.drawing.periods import finish_seconds
     from stagewright.executor.drawing.timeline import headline
     from stagewright.executor.measuring.compare import measured_plan
@@ -81,7 +82,7 @@ def _draw(planned: "PipelinePlan", run: "Trace", comparison: "Comparison", png: 
         period = format_seconds(comparison.period.seconds.measured)
         pace = f"period {period}, the last {measured.microbatches} microbatches of a run"
     titles = f"predicted: {headline(planned)}", f"measured: {run_line(run)} · {pace}"
-    write_stacked_png((planned, measured), titles, png)
+    documents.write_file(png, stacked_png((planned, measured), titles))
 
 
 def run_line(run: "Trace") -> str:

@@ -8,10 +8,10 @@ from stagewright.cli.console import print_answer, say
 from stagewright.cli.layouts.profiled import is_layout
 from stagewright.cli.options import Printed
 from stagewright.cli.outputs import Named, Writes, require_apart, require_folder
-from stagewright.graphs.documents.documents import write_text
+from stagewright.graphs.documents.documents import write_file
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.service.answers import ExportAnswer
-from stagewright.service.options import Option
+from stagewright.service.requests import Option
 
 
 class ExportOptions(Printed):
@@ -89,7 +89,7 @@ def _write(
     paths = _paths(output, list(files))
     require_apart([Named("--output", path) for path in paths], inputs)
     for path, text in zip(paths, files.values(), strict=True):
-        write_text(path, text)
+        write_file(path, text)
     if as_json:
         names = tuple(map(str, paths))
         print_answer(ExportAnswer(status="written", files=names, remarks=told))

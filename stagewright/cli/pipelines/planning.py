@@ -29,11 +29,11 @@ from stagewright.formulations.schedules.published.kinds import ScheduleChoice
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_seconds
 from stagewright.graphs.models.chain import Chain
-from stagewright.service.options import Option, number_or_auto, whole_numbers
 from stagewright.service.pipelines.requests import PlanRequest
+from stagewright.service.requests import Option, number_or_auto, whole_numbers
 
 if TYPE_CHECKING:
-    from stagewright.executor.drawing.summary import StageSummary
+    from stagewright.executor.drawing.page import StageSummary
     from stagewright.formulations.plans.plan import Certificate, PeriodicSchedule, PipelinePlan
     from stagewright.graphs.models.chain import Chain
     from stagewright.service.pipelines.answers import PlanAnswer
@@ -323,7 +323,7 @@ def planners(given: Printed) -> int:
 
 def print_plan(plan: "PipelinePlan", chain: "Chain | None" = None) -> None:
     """Print the stages of a plan and its certificate; layers by name where the chain is known."""
-    from stagewright.executor.drawing.summary import summarise
+    from stagewright.executor.drawing.page import summarise
     from stagewright.executor.drawing.timeline import headline, stage_features
     from stagewright.formulations.plans.plan import PeriodicSchedule
 
@@ -351,7 +351,7 @@ def print_plan(plan: "PipelinePlan", chain: "Chain | None" = None) -> None:
 
 
 def _stage_row(line: "StageSummary", chain: "Chain | None") -> list[str]:
-    from stagewright.executor.drawing.summary import shared_text, shifts_text
+    from stagewright.executor.drawing.page import shared_text, shifts_text
     from stagewright.executor.drawing.timeline import shorten_devices
 
     start, stop = line.layers

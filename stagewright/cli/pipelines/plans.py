@@ -30,8 +30,8 @@ from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.documents.units import format_seconds
 from stagewright.graphs.machines.cluster import load_cluster
 from stagewright.graphs.models.chain import load_model
-from stagewright.service.options import Option
 from stagewright.service.pipelines.requests import CheckRequest, SimulateRequest
+from stagewright.service.requests import Option
 
 if TYPE_CHECKING:
     from stagewright.executor.simulation.difference import PlanDifference
@@ -153,23 +153,19 @@ def show(given: ShowOptions) -> int:
         raise InputError("--cluster: only the --html page of a pipeline plan draws links")
     if is_document(given.plan, "operators"):
         return show_placement(given)
-    from stagewright.executor.drawing.charts.chart import write_png
-    from stagewright.executor.drawing.chrome import write_trace
-    from stagewright.executor.drawing.page import write_html
+    from stagewright.executor.drawing.charts.chart import png
+    from stagewright.executor.drawing.chrome import chrome_trace
+    from stagewright.executor.drawing.page import page
     from stagewright.service.pipelines.plans import summary
 
     answer = load_plan(given.plan)
     machines = None if given.cluster is None else load_cluster(given.cluster)
-    writers: tuple[tuple[Path | None, Callable[[PipelinePlan, Path], None]], ...] = (
-        (given.html, partial(write_html, cluster=machines)),
-        (given.png, write_png),
-        (given.trace, write_trace),
+    drawings = (
+        (given.html, partial(page, answer, machines)),
+        (given.png, partial(png, answer)),
+        (given.trace, partial(chrome_trace, answer)),
     )
-    wanted = [(path, write) for path, write in writers if path is not None]
-    with progress("drawing"):
-        for path, write in wanted:
-            write(answer, path)
-    tell_drawn(summary(answer), given, [path for path, _ in wanted], lambda: _print_whole(answer))
+    tell_drawn(summary(answer), given, drawings, lambda: _print_whole(answer))
     return 0
 
 

@@ -22,12 +22,12 @@ from stagewright.cli.console import (
 from stagewright.cli.options import OnRay, Printed, Served, Threaded, threads_of
 from stagewright.cli.outputs import Writes
 from stagewright.cli.solving import answer_of, find, planning_engine
-from stagewright.graphs.documents.documents import write_bytes, write_text
+from stagewright.graphs.documents.documents import write_file
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import counted, format_bytes
-from stagewright.service.options import Option
 from stagewright.service.pipelines.requests import PlanRequest
 from stagewright.service.pipelines.sweeping import SweepAnswer, SweepRequest, SweepRow
+from stagewright.service.requests import Option
 
 if TYPE_CHECKING:
     from stagewright.service.pipelines.answers import WhatIfAnswer
@@ -60,9 +60,9 @@ def sweep(asked: Asked[SweepRequest], given: SweepOptions) -> int:
         )
     answer = _swept(asked.request(), given.server)
     if given.output is not None:
-        write_text(given.output, _csv(answer.rows))
+        write_file(given.output, _csv(answer.rows))
     if given.png is not None:
-        write_bytes(given.png, _drawn(answer))
+        write_file(given.png, _drawn(answer))
     tell(answer, given, _print_sweep, (given.output, given.png))
     return 1 if answer.best is None else 0
 

@@ -8,7 +8,7 @@ from stagewright.cli.console import out, percent, print_table, say
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from stagewright.executor.drawing.charts.memory_curve import Curve
+    from stagewright.executor.drawing.schedules import Curve
     from stagewright.formulations.schedules.timing import TimedOrder
     from stagewright.service.schedules.requests import (
         MemoryCurve,
@@ -88,7 +88,7 @@ def curve_title(answer: "MemoryCurve") -> str:
 
 def drawn_curve(answer: "MemoryCurve") -> "Curve":
     """The curve to draw."""
-    from stagewright.executor.drawing.charts.memory_curve import Curve
+    from stagewright.executor.drawing.schedules import Curve
 
     name = answer.objective
     points = [one.model_dump() for one in answer.points]

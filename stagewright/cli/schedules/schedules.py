@@ -24,9 +24,9 @@ from stagewright.cli.schedules.printing import (
 )
 from stagewright.cli.solving import find
 from stagewright.formulations.schedules.published.kinds import KINDS
-from stagewright.graphs.documents.documents import write_bytes, write_text
+from stagewright.graphs.documents.documents import write_file
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service.options import Option
+from stagewright.service.requests import Option
 from stagewright.service.schedules.requests import (
     CompareSchedulesRequest,
     MemoryCurveRequest,
@@ -165,15 +165,15 @@ def _curve(fields: dict[str, Any], given: ScheduleOptions) -> int:
     request = ask(MemoryCurveRequest, SPELLED, **fields)
     answer = find(MemoryCurve, request, "scheduling for every limit of memory", given.server)
     if given.html is not None or given.png is not None:
-        from stagewright.executor.drawing.charts.memory_curve import curve_page, curve_png
+        from stagewright.executor.drawing.schedules import curve_page, curve_png
 
         with progress("drawing"):
             drawn, subtitle = drawn_curve(answer), curve_title(answer)
             if given.html is not None:
                 page = curve_page(drawn, subtitle, CURVE_HEAD, curve_cells(answer))
-                write_text(given.html, page)
+                write_file(given.html, page)
             if given.png is not None:
-                write_bytes(given.png, curve_png(drawn))
+                write_file(given.png, curve_png(drawn))
     tell(answer, given, print_curve, (given.html, given.png), listed=True)
     return 0
 
@@ -194,7 +194,7 @@ def _write_csv(answer: "ScheduleAnswer", file: Path) -> None:
     from stagewright.executor.export.torch_pipelining import order_csv
 
     assert answer.timed is not None
-    write_text(file, order_csv(answer.timed.order))
+    write_file(file, order_csv(answer.timed.order))
 
 
 def _draw(
@@ -219,9 +219,9 @@ def _draw(
             first = answers[0]
             subtitle = f"{first.stages} stages · {first.microbatches} microbatches"
             page = schedules_page(title, subtitle, FIGURES, [*map(cells, figures)], panels)
-            write_text(html, page)
+            write_file(html, page)
         if png is not None:
-            write_bytes(png, schedules_png(panels))
+            write_file(png, schedules_png(panels))
     return [path for path in (html, png) if path is not None]
 
 

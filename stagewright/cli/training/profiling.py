@@ -12,7 +12,7 @@ from stagewright.cli.documents.inputs import hand_out
 from stagewright.cli.options import Modelled, Repeated, Updated, Written, read_sizes
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import parse_bytes
-from stagewright.service.options import Option
+from stagewright.service.requests import Option
 
 TIMEOUT_SECONDS = 60.0  # a rank's limit for waiting for another one
 
@@ -73,7 +73,7 @@ def profile(given: ProfileOptions) -> int:
     from stagewright.executor.measuring.machine import MeasuringMachine
     from stagewright.executor.measuring.profiling import first_batch
     from stagewright.executor.measuring.whole_models import Profiled, mean_of_ranks
-    from stagewright.executor.training.data.passes import pair
+    from stagewright.executor.training.data.batches import pair
     from stagewright.executor.training.losses import MIXED, loss_of_run
     from stagewright.executor.training.ranks.endings import said_notices
 
@@ -238,11 +238,10 @@ def capture(given: CaptureOptions) -> int:
         without_values,
     )
     from stagewright.executor.measuring.machine import MeasuringMachine
-    from stagewright.executor.measuring.operators import measure_operators
-    from stagewright.executor.measuring.profiling import first_batch
+    from stagewright.executor.measuring.profiling import first_batch, measure_operators
     from stagewright.executor.training.losses import cross_entropy
     from stagewright.graphs.machines.devices import accelerator, read_kind
-    from stagewright.graphs.models.operators.data_parallel import data_parallel
+    from stagewright.graphs.models.operators.step_graph import data_parallel
 
     kinds = [accelerator(read_kind(kind)) for kind in (given.device or "").split(",") if kind]
     make = load_factory(given.module, "--module")

@@ -18,10 +18,11 @@ from stagewright.cli.outputs import Writes
 from stagewright.cli.training.profiling import reporting
 from stagewright.cli.training.running import require_timeout
 from stagewright.formulations.forms.answers import Limits
+from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import counted, format_seconds, parse_share
 from stagewright.service.answers import RoundAnswer, TrainedRoundsAnswer
-from stagewright.service.options import Option
+from stagewright.service.requests import Option
 
 if TYPE_CHECKING:
     from stagewright.graphs.machines.cluster import Cluster
@@ -175,7 +176,7 @@ def _captured(given: TrainOptions) -> "StepGraph":
     from stagewright.executor.capture.steps.step import capture_step, share_of, without_values
     from stagewright.executor.measuring.profiling import first_batch
     from stagewright.executor.training.losses import cross_entropy
-    from stagewright.graphs.models.operators.data_parallel import data_parallel
+    from stagewright.graphs.models.operators.step_graph import data_parallel
 
     of_outputs = cross_entropy if given.loss is None else load_factory(given.loss, "--loss")
     batch = share_of(first_batch(load_factory(given.data, "--data")()), given.replicas, 0)
@@ -251,10 +252,10 @@ def _save_plan(plan: Any, file: Path) -> None:
 def _save_operator_costs(planned: Any, costs: Any, folder: Path) -> None:
     """The book, and the graph and the cluster by it."""
     from stagewright.graphs.machines.cluster import save_cluster
-    from stagewright.graphs.models.operators.cost_book import save_costs
+    from stagewright.graphs.models.operators.cost_book import CostBook
     from stagewright.graphs.models.operators.step_graph import save_graph
 
-    save_costs(costs, folder / COSTS)
+    documents.write(CostBook, costs, folder / COSTS)
     graph, cluster = costs.priced(planned.graph, planned.cluster)
     save_graph(graph, folder / GRAPH)
     save_cluster(cluster, folder / CLUSTER)
