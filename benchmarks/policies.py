@@ -8,20 +8,18 @@ Ours starts from the throughputs too, and ends with checked shares of every job.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import islice
-from pathlib import Path
 from random import Random
 from statistics import median
 from time import perf_counter
 
 import numpy as np
 
+from benchmarks.gavel_runs import measured
 from benchmarks.report import Table
 from benchmarks.spec import BenchSpec
 from stagewright.formulations.clusters.allocation import AllocationProblem, problem_of
 from stagewright.graphs.documents.arrays import Floats
-from stagewright.graphs.importers.gavel import read_throughputs
 from stagewright.graphs.workloads.jobs import Entity, PairRate, Rate, Throughputs, Workload
 from stagewright.graphs.workloads.poisson import Arrivals
 from stagewright.graphs.workloads.pool import Accelerator, Pool, parse_pool
@@ -29,9 +27,6 @@ from stagewright.service.clusters.allocating import on_ray
 from stagewright.solvers.clusters.partitioned import allocate_partitioned
 from stagewright.solvers.clusters.policies import AllocationResult, allocate
 
-THROUGHPUTS = (
-    Path(__file__).parents[2] / "shared" / "data" / "gavel" / "simulation_throughputs.json"
-)
 TIMES = 5
 SAME = 1e-5  # relative; Clarabel's accuracy
 PEER_PAIRS = 128  # jobs up to which the peer gets a variable for each pair
@@ -76,11 +71,6 @@ POLICIES = (
     ("finish-time-fairness", True, False),
 )
 SIZES = (128, 512, 1024, 2048)
-
-
-@cache
-def measured() -> Throughputs:
-    return read_throughputs(THROUGHPUTS)
 
 
 def generated(count: int, *, distributed: bool = False, priorities: bool = False) -> Workload:
