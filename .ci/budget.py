@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MEASURED = ROOT / "tests" / "durations.csv"
-MOST = 440.0  # CPU seconds of ``make test``: four minutes on two cores
+MOST = 330.0  # CPU seconds of ``make test``: three minutes on two cores
 
 
 def main() -> int:

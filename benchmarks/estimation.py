@@ -6,23 +6,19 @@ sharing is planned with estimates and judged by the measured rates, in the spiri
 """
 
 from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
 
+from benchmarks.gavel_runs import measured
 from benchmarks.report import Table, percent
 from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem, problem_of
 from stagewright.formulations.clusters.policies import max_min
 from stagewright.graphs.documents.arrays import Floats
-from stagewright.graphs.importers.gavel import read_throughputs
 from stagewright.graphs.workloads.jobs import Job, PairRate, Throughputs, Workload
 from stagewright.graphs.workloads.pool import parse_pool
 from stagewright.solvers.clusters.estimation import Estimator, pairs_to_profile
 from stagewright.solvers.clusters.policies import allocate
 
-THROUGHPUTS = (
-    Path(__file__).parents[2] / "shared" / "data" / "gavel" / "simulation_throughputs.json"
-)
 SCALE = 1
 FRACTIONS = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
 SEEDS = (0, 1, 2)
@@ -33,7 +29,7 @@ Rates = dict[tuple[str, str, str], float]  # (accelerator, model, partner): step
 
 def measured_table() -> Throughputs:
     """Gavel's table of jobs on one accelerator."""
-    table = read_throughputs(THROUGHPUTS)
+    table = measured()
     return table.of((rate.model, rate.scale) for rate in table.alone if rate.scale == SCALE)
 
 

@@ -2,29 +2,24 @@
 
 The jobs of the sweep are those of the public code's ``sweep_policy_runtimes.py``, first trial: n
 active jobs, n/4 accelerators of each of three types. The peer is the policy as the thesis writes
-it, a variable for every job (and pair) and type, in CVXPY with Clarabel, solved in the same run.
+it, a variable for every job (and pair) and type, as backend ``cvxpy`` states it, in the same run.
 Ours starts from the throughputs too, and ends with checked shares of every job.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import islice
-from pathlib import Path
 from random import Random
 from statistics import median
 from time import perf_counter
 
-import cvxpy as cp
 import numpy as np
-from scipy import sparse
 
+from benchmarks.gavel_runs import measured
 from benchmarks.report import Table
 from benchmarks.spec import BenchSpec
 from stagewright.formulations.clusters.allocation import AllocationProblem, problem_of
-from stagewright.formulations.clusters.policies import max_min
 from stagewright.graphs.documents.arrays import Floats
-from stagewright.graphs.importers.gavel import read_throughputs
 from stagewright.graphs.workloads.jobs import Entity, PairRate, Rate, Throughputs, Workload
 from stagewright.graphs.workloads.poisson import Arrivals
 from stagewright.graphs.workloads.pool import Accelerator, Pool, parse_pool
@@ -32,12 +27,10 @@ from stagewright.service.clusters.allocating import on_ray
 from stagewright.solvers.clusters.partitioned import allocate_partitioned
 from stagewright.solvers.clusters.policies import AllocationResult, allocate
 
-THROUGHPUTS = (
-    Path(__file__).parents[2] / "shared" / "data" / "gavel" / "simulation_throughputs.json"
-)
 TIMES = 5
 SAME = 1e-5  # relative; Clarabel's accuracy
 PEER_PAIRS = 128  # jobs up to which the peer gets a variable for each pair
+WRITTEN_OUT = ("max-min", "makespan", "finish-time-fairness")
 
 # Seconds of the public code's policies (CVXPY with ECOS and GLPK) on a machine of two cores.
 GAVEL_SECONDS = {
@@ -78,11 +71,6 @@ POLICIES = (
     ("finish-time-fairness", True, False),
 )
 SIZES = (128, 512, 1024, 2048)
-
-
-@cache
-def measured() -> Throughputs:
-    return read_throughputs(THROUGHPUTS)
 
 
 def generated(count: int, *, distributed: bool = False, priorities: bool = False) -> Workload:
@@ -142,11 +130,12 @@ def compare(case: Case, times: int) -> tuple[object, ...]:
         lambda: allocate(problem_of(asked, pool, space_sharing=case.pairs), case.policy), times
     )
     peer_seconds = None
-    if case.policy in PEERS and not (case.pairs and case.jobs > PEER_PAIRS):
-        problem = problem_of(asked, pool)
+    if case.policy in WRITTEN_OUT and not (case.pairs and case.jobs > PEER_PAIRS):
+        problem = problem_of(asked, pool, space_sharing=case.pairs)
         began = perf_counter()
-        optimum = PEERS[case.policy](problem, asked.throughputs if case.pairs else None)
+        optimum = allocate(problem, case.policy, backend="cvxpy").objective
         peer_seconds = perf_counter() - began
+        assert optimum is not None
         if result.objective is None or abs(optimum - result.objective) > SAME * optimum:
             raise AssertionError(f"{case}: the peer has {optimum}, we have {result.objective}")
     reference = {} if case.distributed else GAVEL_SECONDS.get((case.policy, case.pairs), {})
@@ -162,104 +151,9 @@ def compare(case: Case, times: int) -> tuple[object, ...]:
     )
 
 
-# --- The peer: a variable for every job or pair, and type ----------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Stated:
-    """Throughput of each job, and equations 5.1 to 5.3."""
-
-    throughput: cp.Expression
-    valid: list[cp.Constraint]
-
-
-def _stated(problem: AllocationProblem, pairs: Throughputs | None) -> _Stated:
-    jobs, types = problem.rates.shape
-    members = [(job,) for job in range(jobs)]
-    first, second = np.triu_indices(jobs, 1)
-    known = _pair_rates(problem, pairs) if pairs is not None else {}
-    if pairs is not None:
-        members += list(zip(first.tolist(), second.tolist(), strict=True))
-    X = cp.Variable((len(members), types), nonneg=True)
-    of_job = sparse.csr_array(
-        (
-            np.ones(sum(map(len, members))),
-            (
-                np.concatenate([np.array(m) for m in members]),
-                np.repeat(np.arange(len(members)), [len(m) for m in members]),
-            ),
-        ),
-        shape=(jobs, len(members)),
-    )
-    throughput = sum(
-        sparse.csr_array(_rates(problem, members, known, column)) @ X[:, column]
-        for column in range(types)
-    )
-    scale = problem.scale[[m[0] for m in members]]
-    valid = [of_job @ cp.sum(X, axis=1) <= 1, scale @ X <= problem.table.counts]
-    return _Stated(throughput, valid)
-
-
-def _pair_rates(
-    problem: AllocationProblem, throughputs: Throughputs
-) -> dict[tuple[int, int, int], tuple[float, float]]:
-    """Both rates by (kind, kind, type), in both orders."""
-    names, found = problem.table.pool.names, {}
-    for pair in throughputs.pairs:
-        one, other = (problem.table.index.get((model, pair.scale)) for model in pair.models)
-        if one is not None and other is not None and pair.accelerator in names:
-            column = names.index(pair.accelerator)
-            found[one, other, column] = pair.steps_per_second
-            found[other, one, column] = pair.steps_per_second[::-1]
-    return found
-
-
-def _rates(
-    problem: AllocationProblem,
-    members: Sequence[tuple[int, ...]],
-    known: dict[tuple[int, int, int], tuple[float, float]],
-    column: int,
-) -> sparse.coo_array:
-    """Of one type: steps per second of each job in each combination."""
-    values: list[float] = []
-    rows: list[int] = []
-    columns: list[int] = []
-    for number, jobs in enumerate(members):
-        rates: tuple[float, ...] = (problem.rates[jobs[0], column],)
-        if len(jobs) == 2:
-            kinds = (int(problem.kind[jobs[0]]), int(problem.kind[jobs[1]]))
-            rates = known.get((*kinds, column), (0.0, 0.0))
-        values += rates
-        rows += jobs
-        columns += [number] * len(jobs)
-    return sparse.coo_array((values, (rows, columns)), shape=(len(problem), len(members)))
-
-
-def _peer_level(problem: AllocationProblem, need: Floats, pairs: Throughputs | None) -> float:
-    """The largest theta with throughput >= theta * need."""
-    stated, theta = _stated(problem, pairs), cp.Variable()
-    unit = 1.0 / need
-    asked = cp.multiply(unit, stated.throughput) >= theta
-    model = cp.Problem(cp.Maximize(theta), [*stated.valid, asked])
-    return float(model.solve(solver=cp.CLARABEL))
-
-
-PEERS: dict[str, Callable[[AllocationProblem, Throughputs | None], float]] = {
-    "max-min": lambda problem, pairs: _peer_level(problem, max_min.needs(problem), pairs),
-    # In units of the longest job's steps: the solver's tolerances are absolute.
-    "makespan": lambda problem, pairs: (
-        float(problem.steps.max())
-        / _peer_level(problem, problem.steps / problem.steps.max(), pairs)
-    ),
-    # Of jobs that have just arrived: their time is steps / throughput, alone or in 1/n.
-    "finish-time-fairness": lambda problem, pairs: (
-        1.0 / _peer_level(problem, problem.isolated_throughput(), pairs)
-    ),
-}
-
-
 def sweep_table(quick: bool) -> Table:
     """Seconds for one allocation."""
+    compare(SPEC.sweep[0], 1)  # imports CVXPY
     rows = [compare(case, 1 if quick else TIMES) for case in SPEC.cases(quick)]
     return Table(
         "policies",

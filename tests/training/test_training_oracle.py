@@ -78,7 +78,6 @@ def test_the_orders_of_1f1b_and_zero_bubble() -> None:
 
 
 def test_interleaved_starts_with_a_round_on_every_chunk() -> None:
-    """A plan that is not sound is refused by its own program, which every run verifies."""
     stages = [Stage((s, s + 1), (f"d{s % 2}",)) for s in range(4)]
     first = sorted((e.start_seconds, e.action) for e in interleaved(stages, 4).actions
                    if e.device == "d0")  # fmt: skip
@@ -91,6 +90,7 @@ def test_interleaved_starts_with_a_round_on_every_chunk() -> None:
 @examples(60)
 @given(plans(LAYERS))
 def test_random_plans_are_sound(plan: PipelinePlan) -> None:
+    """The program of a plan that is not sound is refused, here and in every run."""
     verify(plan, lower(plan))
     assert [layer for s in plan.stages for layer in range(*s.layers)] == list(range(LAYERS))
     assert len({device for stage in plan.stages for device in stage.devices}) in (2, 3, 4)
