@@ -76,6 +76,8 @@ class AnyDivision(SearchedSpace):
         Nothing of a schedule in a loop takes less time or memory than with 1F1B but for bubbles.
         """
         of = self.of(family, schedule if FORMS[schedule].in_v else "1f1b")
+        if not len(of.ranks):
+            return inf
         if of.schedule == schedule:
             return -inf
         return float(of.without_bubbles[..., of.ranks > 1].min(initial=inf))
