@@ -172,15 +172,12 @@ class SplitBounds(FittingPipelines):
         """The bounds with the slowest rank, the exchange of gradients and the update."""
         whole = np.maximum(pipeline, self.m * self._slowest)
         whole = whole + self._reductions + self._updates
-        whole = np.where(allowed & self._possible, whole, inf)
-        found: Floats = whole * (1 - ROUNDING)
-        return found
+        return np.where(allowed & self._possible, whole * (1 - ROUNDING), inf)
 
     @cached_property
     def _possible(self) -> Bools:
         """(2, K, S, P) placements that differ, of what fits."""
-        found: Bools = self.fitting[0] & self._placed[:, None, None]
-        return found
+        return np.asarray(self.fitting[0] & self._placed[:, None, None])
 
     def differs(self, place: _Place) -> bool:
         """Whether a plain pipeline has several ranks, and something that its ZeRO divides."""
@@ -275,8 +272,7 @@ class SplitBounds(FittingPipelines):
         if not self.problem.overlap:
             return work + moved
         contention = min(self.problem.reached.contention, 1.0)
-        found: Floats = np.maximum(work, moved) + contention * np.minimum(work, moved)
-        return found
+        return np.asarray(np.maximum(work, moved) + contention * np.minimum(work, moved))
 
     # Exchanges and the update.
 
@@ -368,8 +364,7 @@ class SplitBounds(FittingPipelines):
     @cached_property
     def least(self) -> Floats:
         """(S, P) bounds on all pipelines."""
-        found: Floats = np.minimum(self.plain, self.several).min(axis=(0, 1))
-        return found
+        return np.asarray(np.minimum(self.plain, self.several).min(axis=(0, 1)))
 
     def places(self, samples: Ints | int, pipeline: Ints) -> tuple[Ints, Ints]:
         """The indices (S, P) of microbatches and pipelines of so many ranks, of one copy."""
