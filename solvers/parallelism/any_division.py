@@ -115,9 +115,7 @@ class AnyDivision(SearchedSpace):
 any_division = lru_cache(maxsize=4)(AnyDivision)
 """The bounds of a problem, for its search and what follows it."""
 
-_Place = tuple[int, ...]
-"""Placement, ZeRO with offload, size of a microbatch, and ranks: indices of a bound."""
-
+_Place = tuple[int, ...]  # placement, ZeRO with offload, size of a microbatch, and ranks
 _PLACEMENTS: tuple[Placement, Placement] = ("data-inside", "pipeline-inside")
 
 
