@@ -104,7 +104,7 @@ class AnyDivision(SearchedSpace):
             (float(bounds.plain[place]), bounds, place)
             for bounds in self._below(below)
             for place in zip(*np.nonzero(bounds.plain < below()), strict=True)
-            if bounds.differs(place)
+            if bounds.ranks[place[3]] > 1
         ]
         for bound, bounds, place in sorted(found, key=lambda one: one[0]):
             if bound >= below():
@@ -146,12 +146,11 @@ class SplitBounds(FittingPipelines):
     @cached_property
     def several(self) -> Floats:
         """(2, K, S, P) bounds on pipelines with several stages on a rank."""
-        shape = 2, len(self.of.keepings), *self.m.shape
         if self.form.in_v:
-            busy = np.where(self.allowed, self.m * self._sums[:, :1] / self.ranks, inf)
-            return np.broadcast_to(busy * (1 - ROUNDING), shape)
+            busy = self.m * self._sums[:, :1] / self.ranks * (1 - ROUNDING)
+            return np.where(self.allowed & self._differs, busy, inf)
         if self.form.chunks or self.of.space.chunks == 1:
-            return np.full(shape, inf)
+            return np.full((2, len(self.of.keepings), *self.m.shape), inf)
         there, own = self._work
         hop, tied = self._hops
         p, (first, block) = self.ranks, self._ends
@@ -170,18 +169,14 @@ class SplitBounds(FittingPipelines):
         """The bounds with the slowest rank, the exchange of gradients and the update."""
         whole = np.maximum(pipeline, self.m * self._slowest)
         whole = whole + self._reductions + self._updates
-        return np.where(allowed & self._possible, whole * (1 - ROUNDING), inf)
+        return np.where(allowed & self.fitting[0] & self._differs, whole * (1 - ROUNDING), inf)
 
     @cached_property
-    def _possible(self) -> Bools:
-        """(2, K, S, P) placements that differ, of what fits."""
-        return np.asarray(self.fitting[0] & self._placed[:, None, None])
-
-    def differs(self, place: _Place) -> bool:
-        """Whether a plain pipeline has several ranks, and something that its ZeRO divides."""
-        zero = self.of.keepings[place[1]][0]
-        alone = zero > min(self.of.space.zero) and self.family.are_alone(self.data)[place[3]]
-        return bool(self.ranks[place[3]] > 1 and not alone)
+    def _differs(self) -> Bools:
+        """(2, K, 1, P) placements that differ and ZeRO stages with something that they divide."""
+        is_least = self.zeros == min(self.of.space.zero)
+        divides = is_least | ~self.family.are_alone(self.data * self.form.copies)
+        return np.asarray(self._placed[:, None, None] & divides)
 
     def layout(self, place: _Place) -> Layout:
         """The layout of a bound on plain pipelines, without a division."""

@@ -11,7 +11,6 @@ import numpy as np
 
 from stagewright.formulations.parallelism.layout import Placement
 from stagewright.formulations.parallelism.schedules import (
-    FORMS,
     Schedule,
     first_forwards,
     kept_forwards,
@@ -170,11 +169,6 @@ class Bounds:
     def _trained_part(self) -> Floats:
         return self._part(self.trained)
 
-    @cached_property
-    def alone(self) -> Bools:
-        """Divisions in which no two ranks have the same parameters."""
-        return self.family.are_alone(self.sized.data)
-
     def room(self, memory: float, keeping: Keeping) -> Floats:
         """Bytes that every rank has for activations."""
         alone, in_pipeline = (self._states(keeping, one) for one in (False, True))
@@ -279,15 +273,6 @@ class Bounds:
             found[4, is_inner | table.in_v] = 0.0
             self._rates[placement] = found
         return self._rates[placement]
-
-    def has(self, placement: Placement, allowed: tuple[Placement, ...]) -> Bools:
-        """Divisions that may be placed so, with placements that differ and hold the experts."""
-        copies, split = FORMS[self.sized.schedule].copies, self.family.split
-        differ = (self.table.pipeline * copies > 1) & (self.sized.data > copies)
-        if placement == "data-inside":
-            return ~differ | (placement in allowed)
-        found: Bools = differ & (self.family.replica % split.expert == 0 and placement in allowed)
-        return found
 
     def hops(self, placement: Placement | None) -> Floats:
         """(2, ranks) seconds of hops: there and back, and up to the first backward."""

@@ -48,15 +48,10 @@ class FittingPipelines:
     def __init__(self, of: SearchedSpace, family: LayerFamily, schedule: Schedule) -> None:
         self.of, self.problem, self.family, self.schedule = of, family.problem, family, schedule
         self.form, self.blocks = FORMS[schedule], family.problem.architecture.layers
-        data = chosen(of.space.data, family.left)
-        self.ranks = np.array(
-            [
-                p
-                for p in chosen(of.space.pipeline, family.left)
-                if p <= (self.blocks + 2) * self.form.copies and family.left // p in data
-            ],
-            dtype=np.int64,
-        )
+        copies, data = self.form.copies, chosen(of.space.data, family.left)
+        every = (p for p in chosen(of.space.pipeline, family.left) if family.left // p in data)
+        can = (p for p in every if copies == 1 or (p % copies == 0 and p >= 2 * copies))
+        self.ranks = np.array([p for p in can if p <= (self.blocks + 2) * copies], dtype=np.int64)
         self.samples = np.array(of.sizes)[:, None]
         self.data: Ints = family.left // self.ranks
         self.m = np.maximum(self.problem.batch // (self.samples * self.data), 1)
@@ -64,12 +59,8 @@ class FittingPipelines:
     @cached_property
     def allowed(self) -> Bools:
         """(S, P) pipelines by the rules on microbatches and experts."""
-        copies, left = self.form.copies, self.family.left
-        data, _, found = replicas(
-            self.ranks // copies, 1, left, self.problem.batch, self.samples, self.schedule
-        )
-        if copies > 1:
-            found = found & (self.ranks % copies == 0) & (self.ranks >= 2 * copies)
+        ranks, batch = self.ranks // self.form.copies, self.problem.batch
+        data, _, found = replicas(ranks, 1, self.family.left, batch, self.samples, self.schedule)
         return found & self.family.can_divide_experts(data, self.schedule)
 
     @cached_property

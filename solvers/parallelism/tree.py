@@ -284,12 +284,8 @@ class Tree:
         return parts
 
     def _differing(self, choice: Choice, keeping: Keeping) -> Bools:
-        """Allowed divisions with known prices, which a lower ZeRO stage does not have alike."""
-        differs = choice.seconds < self.worst  # infinite where not allowed
-        differs &= choice.bounds.has(keeping.placement, self.space.placements)
-        differs &= choice.bounds.closed_of(keeping) < self.worst
-        if keeping.zero > min(self.space.zero):
-            differs = differs & ~choice.bounds.alone  # with something that ZeRO divides
+        """Divisions whose bounds are below the worst time, with known prices."""
+        differs = (choice.seconds < self.worst) & (choice.bounds.closed_of(keeping) < self.worst)
         if keeping.zero < 2 or self._known is None:
             return differs  # the degrees are known
         found, pipeline = np.zeros_like(differs), choice.bounds.table.pipeline
