@@ -45,11 +45,11 @@ def share_time(
     """:func:`layer_time`, remembered; a layer that sends nothing to experts has it once for all."""
     if not share.dispatched and split.expert > 1:
         split = LayerSplit(split.tensor, split.context, 1, split.sequence_parallel)
-    return _layer_time(_alike(problem, split), share, split, samples, recompute, put_off)
+    return _layer_time(alike(problem, split), share, split, samples, recompute, put_off)
 
 
 @lru_cache(maxsize=4096)
-def _alike(problem: TrainingProblem, split: LayerSplit) -> TrainingProblem:
+def alike(problem: TrainingProblem, split: LayerSplit) -> TrainingProblem:
     """The first problem in which layers take as long: of as many machines as one likes."""
     if type(problem) is not TrainingProblem or problem.rates.anchor is not None:
         return problem

@@ -1,6 +1,5 @@
 """The quantities of a layout, by stage or by the position of a rank in the pipeline."""
 
-import copy
 from collections.abc import Callable
 from functools import cached_property, lru_cache
 
@@ -69,14 +68,6 @@ class Parts:
             layout.treatment,
             layout.form.in_v,
         )
-
-    def varied(self, layout: Layout) -> "Parts":
-        """The parts of a layout that differs in ZeRO, offload or placement alone."""
-        found = copy.copy(self)
-        found.layout, found.costs = layout, StageCosts(self.problem, layout, self.shares)
-        for name in ("seconds", "paired", "busy", "hop", "reductions", "longest_update"):
-            found.__dict__.pop(name, None)
-        return found
 
     @property
     def stage_of(self) -> Ints:

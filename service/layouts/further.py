@@ -125,6 +125,37 @@ def front_of(
         limit = has if below < has < limit and point.peak_bytes > has else below
 
 
+MOST_STEPS = 1000  # e^72 as much memory as a device has
+
+
+def smallest_of(
+    search: Search, problem: TrainingProblem, stop: StopToken | None
+) -> Iterator[FrontPoint]:
+    """A layout that needs little more memory than a device has, where none fits in that.
+
+    Its limit is the least, in steps of :data:`LESS_MEMORY`, in which one fits.
+    """
+
+    def fitting(steps: int) -> FrontPoint | None:
+        limit = problem.fabric.memory_bytes / LESS_MEMORY**steps
+        best = () if is_stopped(stop) else search(problem, 1, memory_bytes=limit, stop=stop).best
+        return next((FrontPoint.of(x, limit_bytes=limit, layout=str(x.layout)) for x in best), None)
+
+    none, some, found = 0, 1, fitting(1)
+    while found is None and some < MOST_STEPS and not is_stopped(stop):
+        none, some = some, 2 * some
+        found = fitting(some)
+    while found is not None and some - none > 1:
+        middle = (none + some) // 2
+        smaller = fitting(middle)
+        if smaller is None:
+            none = middle
+        else:
+            some, found = middle, smaller
+    if found is not None:
+        yield found
+
+
 def states_too_large(request: LayoutRequest) -> str | None:
     """That states alone are more than all devices have, whatever the layout; None if not."""
     problem, has = request.problem, request.problem.fabric.memory_bytes

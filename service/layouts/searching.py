@@ -38,6 +38,7 @@ from stagewright.service.layouts.further import (
     front_of,
     least_too_large,
     refined_layouts,
+    smallest_of,
     states_too_large,
     what_if,
 )
@@ -156,7 +157,8 @@ def find_layouts(
     front: tuple[FrontPoint, ...] = ()
     too_large = states_too_large(request) if best is None else None
     if request.front or (best is None and too_large is None):
-        front = tuple(front_of(searches.search, problem, deadline))
+        points = front_of if request.front else smallest_of
+        front = tuple(points(searches.search, problem, deadline))
     if not (best or front or too_large or is_stopped(deadline) or request.explain):
         raise InputError(searches.nothing())
     answered = found.best[0] if found.best else best

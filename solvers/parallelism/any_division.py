@@ -8,34 +8,37 @@ count alike is
     (c_0 + ... + c_(p-1)) a / (1 - (1 - a/m)^p),
 
 whatever the division: the sum is the model's. The part is 1 (forward and backward), where backwards
-are split in two without their weights' part; or it is the forward's, with all of the backward. To
-the sum are added the blocks that must be recomputed, as many as do not fit in the stages' memory
-together, and to the time the mean rank's update. With whole forwards and backwards the mean also
-has the hops to a stage and back, what of ZeRO's exchanges does not run beside all work, and the
-first rank's sum of gradients. An interleaved pipeline lasts at least as long as a mean rank
-computes.
+are split in two without their weights' part; or it is the forward's, with all of the backward. With
+whole forwards and backwards the mean also has the hops to a stage and back, and the first rank's
+sum of a tied table's gradients. A rank of an interleaved pipeline computes nothing before the first
+stages of the ranks before it, of at least a block each but for the first: the mean of the ranks'
+work and of these is its bound. Both last at least as long as their slowest rank computes, of whole
+blocks, as one rank has the embedding and one the head.
+
+To the sum is added what ZeRO's exchanges show beside all work, and the recomputation without which
+the activations of all blocks do not fit: rank r keeps those of at least min(m, p - r) microbatches,
+beside its states; a block more than fits on a rank needs as many bytes as it has. To the time is
+added the mean rank's update, and the exchange of a layer's gradients.
+
+Of pipelines in a V the bound is the mean rank's work.
 """
 
-import heapq
-import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from math import inf
 
 import numpy as np
 
-from stagewright.formulations.parallelism.layout import Layout
-from stagewright.formulations.parallelism.pipeline_time import RankMemory, StageCosts
-from stagewright.formulations.parallelism.schedules import FORMS, Schedule, kept_forwards
-from stagewright.formulations.parallelism.states import held, update_seconds
+from stagewright.formulations.parallelism.layout import Layout, Placement
+from stagewright.formulations.parallelism.schedules import FORMS, Schedule
 from stagewright.formulations.parallelism.training import TrainingProblem
-from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.formulations.prices.collectives import link_seconds
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
-from stagewright.graphs.models.shards import LayerSplit, Recompute
-from stagewright.solvers.parallelism.divisions import replicas
-from stagewright.solvers.parallelism.family import LayerFamily
-from stagewright.solvers.parallelism.space import Space, chosen
+from stagewright.graphs.models.shards import Recompute
+from stagewright.solvers.parallelism.family import LayerFamily, LayerParameters
+from stagewright.solvers.parallelism.fitting import ROUNDING, FittingPipelines, SearchedSpace
+from stagewright.solvers.parallelism.space import Space
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,218 +52,212 @@ class Plain:
     layout: Layout
 
 
-@dataclass(frozen=True, eq=False)
-class _Pipelines:
-    """Plain pipelines of layers that are divided in one way; arrays are by number of ``ranks``."""
+class AnyDivision(SearchedSpace):
+    """Closed bounds on all pipelines of a space, for devices of so many bytes."""
 
-    family: LayerFamily
-    ranks: Ints
+    def __init__(self, problem: TrainingProblem, space: Space, memory: float) -> None:
+        super().__init__(problem, space, memory)
+        every = [LayerFamily(problem, split) for split in space.families(problem)]
+        # With the work of all samples, as little as it can be, spread evenly over all ranks.
+        work = [one.least_work(problem.batch, "none", space.schedules) / one.left for one in every]
+        self.families = sorted(zip(work, every, strict=True), key=lambda one: one[0])
+        self._bounds: dict[tuple[LayerFamily, Schedule], SplitBounds] = {}
 
-    @cached_property
-    def data(self) -> Ints:
-        found: Ints = self.family.left // self.ranks
-        return found
+    def of(self, family: LayerFamily, schedule: Schedule) -> "SplitBounds":
+        """The bounds for layers that are divided in one way, and a schedule."""
+        key = family, schedule
+        if key not in self._bounds:
+            self._bounds[key] = SplitBounds(self, family, schedule)
+        return self._bounds[key]
 
-    def microbatches(self, samples: int) -> Ints:
-        found: Ints = self.family.problem.batch // (samples * self.data)
-        return found
+    def pipelines(self, family: LayerFamily, schedule: Schedule) -> float:
+        """A bound on all pipelines with a schedule by that for 1F1B, which is quicker to find.
 
-    def allowed(self, samples: int, schedule: Schedule) -> Bools:
-        """The rules that do not follow from the choice of the values."""
-        left, batch = self.family.left, self.family.problem.batch
-        copies = FORMS[schedule].copies
-        data, _, found = replicas(self.ranks // copies, 1, left, batch, samples, schedule)
-        if copies > 1:
-            found = found & (self.ranks % copies == 0) & (self.ranks >= 2 * copies)
-        return found & self.family.can_divide_experts(data, schedule)
+        Nothing of a schedule in a loop takes less time or memory than with 1F1B but for bubbles.
+        """
+        of = self.of(family, schedule if FORMS[schedule].in_v else "1f1b")
+        if not len(of.ranks):
+            return inf
+        if of.schedule == schedule:
+            return -inf
+        return float(of.without_bubbles[..., of.ranks > 1].min(initial=inf))
 
-    @cached_property
-    def alone(self) -> Bools:
-        """Pipelines in which no two ranks have the same parameters."""
-        return self.family.are_alone(self.data)
-
-
-ROUNDING = 1e-9
-
-
-class AnyDivision:
-    """The plain pipelines of a space, and the bound on its interleaved ones."""
-
-    def __init__(self, problem: TrainingProblem, space: Space) -> None:
-        self.problem, self.space = problem, space
-        self._families = list(self._pipelines())
-        self._parts: dict[tuple[LayerSplit, int, Schedule], float] = {}
-
-    @cached_property
-    def _repeats(self) -> list[Recompute]:
-        """The kinds of recomputation of a space; "none" if the space allows nothing else."""
-        return [one for one in self.space.recomputes(self.problem) if one != "none"] or ["none"]
-
-    @property
-    def _most_repeated(self) -> Recompute:
-        return "none" if self._repeats == ["none"] else "full"
-
-    def _pipelines(self) -> Iterator[_Pipelines]:
-        """For every way to divide layers, the numbers of stages that are possible."""
-        blocks = self.problem.architecture.layers
-        for split in self.space.families(self.problem):
-            family = LayerFamily(self.problem, split)
-            data = chosen(self.space.data, family.left)
-            ranks = [
-                p
-                for p in chosen(self.space.pipeline, family.left)
-                if 2 <= p <= blocks + 2 and family.left // p in data
-            ]
-            if ranks:
-                yield _Pipelines(family, np.array(ranks))
+    def _below(self, below: Callable[[], float]) -> Iterator["SplitBounds"]:
+        """The bounds for all divided layers whose work alone takes less."""
+        for evenly, family in self.families:
+            if evenly >= below():
+                return
+            for one in self.space.schedules:
+                if self.pipelines(family, one) < below():
+                    yield self.of(family, one)
 
     def interleaved(self) -> float:
-        """A bound on pipelines with several stages on a rank; infinite if the space has none."""
-        several = [one for one in self.space.schedules if self._has_several(one)]
-        least = inf
-        for bounds in sorted(self._families, key=self._evenly):
-            if self._evenly(bounds) >= least:
-                break
-            for samples in chosen(self.space.microbatch, self.problem.batch):
-                for schedule in several:
-                    allowed = bounds.allowed(samples, schedule)
-                    if allowed.any():
-                        busy = self._busy(bounds, samples, schedule)[allowed]
-                        least = min(least, float(busy.min()))
-        return least
-
-    def _has_several(self, schedule: Schedule) -> bool:
-        form = FORMS[schedule]
-        return form.copies > 1 or (form.chunks != 1 and self.space.chunks > 1)
-
-    @property
-    def _plain(self) -> list[Schedule]:
-        """The schedules with one stage on a rank."""
-        return [one for one in self.space.schedules if not FORMS[one].in_v]
-
-    def _evenly(self, bounds: _Pipelines) -> float:
-        """The work of all samples at once, as little as it can be, spread evenly over all ranks."""
-        work = bounds.family.work(self.problem.batch, "none")
-        return float(work.total.sum()) / bounds.family.left
-
-    def _busy(self, bounds: _Pipelines, samples: int, schedule: Schedule) -> Floats:
-        """Seconds that a mean rank computes, for every number of stages."""
-        work = float(bounds.family.work(samples, "none", schedule).total.sum())
-        found: Floats = bounds.microbatches(samples) * work / bounds.ranks
-        return found
+        """A bound on pipelines with several stages on a rank; infinite if none is possible."""
+        least = [inf]
+        for bounds in self._below(lambda: min(least)):
+            least.append(float(bounds.several.min(initial=inf)))
+        return min(least)
 
     def plain(self, below: Callable[[], float]) -> Iterator[Plain]:
         """The plain pipelines by ascending bound, while bounds are below the best known time."""
-        heap: list[tuple[float, int, bool, Layout]] = []
-        numbers = itertools.count()
-        for bound, layout in self._closed(below()):
-            heapq.heappush(heap, (bound, next(numbers), False, layout))
-        while heap and heap[0][0] < below():
-            bound, _, is_last, layout = heapq.heappop(heap)
-            if is_last:
-                yield Plain(bound, layout)
-                continue
-            for inner, placed in self._placed(layout):
-                if max(bound, inner) < below():
-                    heapq.heappush(heap, (max(bound, inner), next(numbers), True, placed))
+        found = [
+            (float(bounds.plain[place]), bounds, place)
+            for bounds in self._below(below)
+            for place in zip(*np.nonzero(bounds.plain < below()), strict=True)
+            if bounds.ranks[place[3]] > 1
+        ]
+        for bound, bounds, place in sorted(found, key=lambda one: one[0]):
+            if bound >= below():
+                return
+            yield Plain(bound, bounds.layout(place))
 
-    def _closed(self, below: float) -> Iterator[tuple[float, Layout]]:
-        """Bounds without the blocks that must be recomputed."""
-        for bounds in self._families:
-            if self._evenly(bounds) >= below:
-                continue
-            for samples in chosen(self.space.microbatch, self.problem.batch):
-                for schedule in self._plain:
-                    allowed = bounds.allowed(samples, schedule)
-                    allowed &= self._busy(bounds, samples, schedule) < below
-                    if not allowed.any():
-                        continue
-                    least = self._filled(bounds, samples, schedule)
-                    for place in np.flatnonzero(allowed & (least < below)):
-                        for layout in self._kept(bounds, samples, schedule, int(place)):
-                            yield float(least[place]), layout
 
-    def _filled(self, bounds: _Pipelines, samples: int, schedule: Schedule) -> Floats:
-        """The bound of the module's text for every number of stages."""
-        work, m = bounds.family.work(samples, "none", schedule), bounds.microbatches(samples)
-        total, ranks = float(work.total.sum()), bounds.ranks
-        there = (total - float(work.weight.sum())) * _filling(m, ranks, 1.0)
-        part = self._part(bounds.family, samples, schedule)
-        found: Floats = np.maximum(there, total * _filling(m, ranks, part))
+any_division = lru_cache(maxsize=4)(AnyDivision)
+"""The bounds of a problem, for its search and what follows it."""
+
+_Place = tuple[int, ...]  # placement, ZeRO with offload, size of a microbatch, and ranks
+_PLACEMENTS: tuple[Placement, Placement] = ("data-inside", "pipeline-inside")
+
+
+class SplitBounds(FittingPipelines):
+    """Bounds for layers that are divided in one way, and one schedule.
+
+    Arrays have some of the axes placement (2) and those of ``FittingPipelines``.
+    """
+
+    of: AnyDivision
+
+    @cached_property
+    def plain(self) -> Floats:
+        """(2, K, S, P) bounds on pipelines with one stage on a rank; infinite for others."""
+        if self.form.in_v:
+            return np.full((2, len(self.of.keepings), *self.m.shape), inf)
+        there, _ = self._work
+        hop, tied = self._hops
+        part = self._part
+        filled = there * _filling(self.m, self.ranks, 1.0) + tied
+        filled += 2 * hop * _mean_stage(self.m, self.ranks, 1.0)
+        returned = self._sums[:, :1] + self._again - self._sums[:, 2:]
+        least = (1 - part / self.m) ** (self.ranks - 1) * (there - returned)
+        whole = (self._sums[:, :1] + self._again + least) * _filling(self.m, self.ranks, part)
+        whole += hop * _mean_stage(self.m, self.ranks, part)
+        return self._ended(np.maximum(filled, whole), self.allowed)
+
+    @cached_property
+    def several(self) -> Floats:
+        """(2, K, S, P) bounds on pipelines with several stages on a rank."""
+        if self.form.in_v:
+            busy = self.m * self._sums[:, :1] / self.ranks * (1 - ROUNDING)
+            return np.where(self.allowed & self._differs, busy, inf)
+        if self.form.chunks or self.of.space.chunks == 1:
+            return np.full((2, len(self.of.keepings), *self.m.shape), inf)
+        there, own = self._work
+        hop, tied = self._hops
+        p, (first, block) = self.ranks, self._ends
+        before, between = (p - 1) / p, (p - 1) * (p - 2) / (2 * p)
+        ahead = first[1] * before + block[1] * between + (p - 1) / 2 * hop
+        back = (first[0] - first[2]) * before + (block[0] - block[2]) * between + (p - 1) * hop
+        found = np.maximum(self.m * there / p + back + tied, self.m * own / p + ahead)
+        return self._ended(found, self.allowed & (self.m % p == 0) & (p > 1))
+
+    @cached_property
+    def without_bubbles(self) -> Floats:
+        """(2, K, S, P) bounds on all pipelines by their work alone."""
+        return self._ended(self.m * self._work[1] / self.ranks, self.allowed)
+
+    def _ended(self, pipeline: Floats, allowed: Bools) -> Floats:
+        """The bounds with the slowest rank, the exchange of gradients and the update."""
+        whole = np.maximum(pipeline, self.m * self._slowest)
+        whole = whole + self._reductions + self._updates
+        return np.where(allowed & self.fitting[0] & self._differs, whole * (1 - ROUNDING), inf)
+
+    @cached_property
+    def _differs(self) -> Bools:
+        """(2, K, 1, P) placements that differ and ZeRO stages with something that they divide."""
+        is_least = self.zeros == min(self.of.space.zero)
+        divides = is_least | ~self.family.are_alone(self.data * self.form.copies)
+        return np.asarray(self._placed[:, None, None] & divides)
+
+    def layout(self, place: _Place) -> Layout:
+        """The layout of a bound on plain pipelines, without a division."""
+        split, (zero, offload) = self.family.split, self.of.keepings[place[1]]
+        return Layout(
+            pipeline=int(self.ranks[place[3]]),
+            tensor=split.tensor,
+            context=split.context,
+            data=int(self.data[place[3]]),
+            expert=split.expert,
+            microbatch=self.of.sizes[place[2]],
+            schedule=self.schedule,
+            sequence_parallel=split.sequence_parallel,
+            zero=zero,
+            offload_optimizer=offload,
+            placement=_PLACEMENTS[place[0]],
+        )
+
+    # Work.
+
+    @cached_property
+    def _by_size(self) -> list[tuple[Floats, Floats, Floats]]:
+        every = (self.family.work(one, "none", self.schedule) for one in self._sizes)
+        return [(one.total, one.forward, one.weight) for one in every]
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        """The samples of microbatches; of those that are not possible the times are of another."""
+        sizes = np.array(self.of.sizes)
+        some = (self.allowed & (self.fitting[0] | self.form.in_v)).any(axis=(0, 2))
+        found: list[int] = np.where(some, sizes, sizes[some.argmax()]).tolist()
         return found
 
-    def _part(self, family: LayerFamily, samples: int, schedule: Schedule) -> float:
-        """The forward's part of the work, at the least."""
-        key = family.split, samples, schedule
-        if key not in self._parts:
-            # Any layer may be recomputed, which only lengthens its backward.
-            longest = family.work(samples, self._most_repeated, schedule)
-            self._parts[key] = float((longest.forward / longest.total).min())
-        return self._parts[key]
+    @cached_property
+    def _sums(self) -> Floats:
+        """(S, 3) seconds of all layers on a microbatch: all, of forwards, and what is put off."""
+        return np.array([[one.sum() for one in every] for every in self._by_size])
 
-    def _kept(
-        self, bounds: _Pipelines, samples: int, schedule: Schedule, place: int
-    ) -> Iterator[Layout]:
-        split = bounds.family.split
-        for zero, offload in itertools.product(self.space.zero, self.space.offload):
-            if zero > min(self.space.zero) and bounds.alone[place]:
-                continue
-            yield Layout(
-                pipeline=int(bounds.ranks[place]),
-                tensor=split.tensor,
-                context=split.context,
-                data=int(bounds.data[place]),
-                expert=split.expert,
-                microbatch=samples,
-                schedule=schedule,
-                sequence_parallel=split.sequence_parallel,
-                zero=zero,
-                offload_optimizer=offload,
-            )
+    @cached_property
+    def _ends(self) -> Floats:
+        """(2, 3, S, 1) the same of the first layer, and of the quickest block."""
+        first = [[one[0] for one in every] for every in self._by_size]
+        block = [[one[1:-1].min() for one in every] for every in self._by_size]
+        return np.array((first, block)).transpose(0, 2, 1)[..., None]
 
-    def _placed(self, layout: Layout) -> Iterator[tuple[float, Layout]]:
-        """The layout's placements with bounds on all that depends on them; none if nothing fits."""
-        family = next(one.family for one in self._families if one.family.split == layout.split)
-        again = self._fewest(StageCosts(self.problem, layout, family.shares), family)
-        if again is None:
-            return
-        every = tuple((share, "none", 1) for share in family.shares.every)
-        update = update_seconds(self.problem, layout, held(every, tied=False)) / layout.pipeline
-        for one in self.space.placements_of(layout):
-            placed = replace(layout, placement=one)
-            yield self._with_exchanges(placed, family, again) + update, placed
+    @cached_property
+    def _part(self) -> Floats:
+        """(S, 1) the forward's part of the work at the least, whatever is recomputed."""
+        kind: Recompute = "full" if self.of.repeats else "none"
+        works = [self.family.work(one, kind, self.schedule) for one in self._sizes]
+        some = [(one.forward[one.total > 0], one.total[one.total > 0]) for one in works]
+        return np.array([[(forward / total).min(initial=1.0)] for forward, total in some])
 
-    def _with_exchanges(self, layout: Layout, family: LayerFamily, again: float) -> float:
-        """The bound with recomputation, hops, ZeRO's exchanges and a rank's sum of gradients."""
-        sizes, samples = self.problem.precision, layout.microbatch
-        schedule, p = layout.schedule, layout.pipeline
-        m = layout.microbatches(self.problem.batch)
-        rates = family.rates_of(p, schedule)[-(layout.placement == "pipeline-inside")].tolist()
-        start, each, _, shared, _, expert, tied = rates
-        hop = start + each * family.sent_bytes(samples)
-        gathered, trained = (
-            one.shared * shared + one.expert * expert for one in (family.parameters, family.trained)
-        )
-        gradients, weights = trained * sizes.gradient_bytes, trained * sizes.weight_bytes
-        work = family.work(samples, "none", schedule)
-        forward, total = float(work.forward.sum()), float(work.total.sum()) + again
-        returned = total - float(work.weight.sum())
-        moved = float(gathered.sum()) * sizes.weight_bytes * (layout.zero == 3)
-        there = self._beside(forward, moved)
-        moved += float(gradients.sum()) * (layout.zero >= 2)
-        there += self._beside(returned - forward, moved)
-        # The exchange of a rank's mean layer, of which only the last is seen.
-        last = (2 * gradients, gradients + weights, weights, 0 * weights)[layout.zero].min()
-        part = self._part(family, samples, schedule)
-        least = _last_weight(m, p, part) * (there - returned)
-        found: float = float(last) + max(
-            there * float(_filling(m, p, 1.0)) + 2 * hop * _mean_stage(m, p, 1.0) + tied,
-            (total + least) * float(_filling(m, p, part)) + hop * _mean_stage(m, p, part),
-            m * _slowest_stage(work.total, p),
-        )
-        return found
+    @cached_property
+    def _slowest(self) -> Floats:
+        """(S, P) the least time of the slowest rank, if all blocks take as long as the quickest."""
+        block = self._ends[1, 0]
+        first, last = (np.array([[every[0][end]] for every in self._by_size]) for end in (0, -1))
+        rows = block[..., None] * np.arange(self.blocks + 1)
+        every = np.concatenate([rows, rows + first[..., None], rows + last[..., None]], axis=-1)
+        own = (first[..., None], last[..., None], 0.0)
+        has = [np.floor((every - one) / block[..., None] + ROUNDING) for one in own]
+        can = (has[0] >= 0) & (has[1] >= 0)
+        can = can & (has[0] + has[1] + (self.ranks[:, None] - 2) * has[2] >= self.blocks)
+        found = np.where(can, every, inf).min(axis=-1)
+        return np.where(self.ranks == 1, self._sums[:, :1], found)
 
-    def _beside(self, work: float, moved: float) -> float:
+    @cached_property
+    def _work(self) -> tuple[Floats, Floats]:
+        """(2, K, S, P) work without what is put off, and all, with what ZeRO's exchanges show."""
+        (_, parameters), (_, trained) = self._exchanged
+        sizes, zero = self.problem.precision, self.zeros
+        moved = parameters[:, None, None] * sizes.weight_bytes * (zero == 3)
+        forward, weight = self._sums[:, 1:2], self._sums[:, 2:]
+        backward = self._sums[:, :1] + self._again - forward - weight
+        found = self._beside(forward, moved)
+        moved = moved + trained[:, None, None] * sizes.gradient_bytes * (zero >= 2)
+        found = found + self._beside(backward, moved)
+        return found, found + weight
+
+    def _beside(self, work: Floats, moved: Floats) -> Floats:
         """Seconds of all stages' work and exchanges, at the least; see ``StageCosts.beside``.
 
         With a contention of at most 1, a sum of stages takes no less than their sums.
@@ -268,70 +265,129 @@ class AnyDivision:
         if not self.problem.overlap:
             return work + moved
         contention = min(self.problem.reached.contention, 1.0)
-        return max(work, moved) + contention * min(work, moved)
+        return np.asarray(np.maximum(work, moved) + contention * np.minimum(work, moved))
 
-    def _fewest(self, costs: StageCosts, family: LayerFamily) -> float | None:
-        """Seconds of the recomputation that makes a microbatch fit; None if it never fits."""
-        layout, saved, m = costs.layout, self.problem.processor.saved_bytes, costs.layout.microbatch
-        kinds, p = family.shares.kinds, layout.pipeline
-        alone = [costs.memory(((one, "none", 1),), 0.0) for one in kinds]
-        state = min(map(_state, alone))
-        whole = m * min(saved(one, "none") for one in kinds)
-        least = m * min(saved(one, kind) for one in kinds for kind in self._repeats)
-        again = m * min(saved(x, "none") - saved(x, kind) for x in kinds for kind in self._repeats)
-        ranks, number = np.arange(p), layout.microbatches(self.problem.batch)
-        kept = kept_forwards(layout.schedule, p, 1, number, ranks, np.zeros_like(ranks))
-        room = np.full(p, self.problem.fabric.memory_bytes * (1 + RELATIVE_TOLERANCE))
-        room -= self.problem.reserve_bytes
-        for rank, end in ((0, family.shares.embedding), (-1, family.shares.head)):
-            room[rank] -= _state(costs.memory(((end, "none", 1),), 0.0))
-            room[rank] -= kept[rank] * m * saved(end, "none")
-        if room.min() < 0:
-            return None
-        blocks = self.problem.architecture.layers
-        room -= min(one.buffers for one in alone)
-        fit = np.maximum(room // (state + kept * whole), 0)
-        # The backward of a block that is recomputed holds again what was freed.
-        if np.maximum(fit, (room - again) // (state + kept * least)).sum() < blocks:
-            return None
-        must = max(0.0, blocks - float(fit.sum()))
-        return must * family.repeated_seconds(m, layout.schedule, self._repeats)
+    # Exchanges and the update.
+
+    @cached_property
+    def _placed(self) -> Bools:
+        """(2, P) which placements differ, and can hold the experts."""
+        space, split = self.of.space, self.family.split
+        differ = (self.data > 1) & (self.ranks > 1)
+        inside = split.tensor * split.context % split.expert == 0
+        return np.array(
+            [
+                ~differ | (_PLACEMENTS[0] in space.placements),
+                differ & inside & (_PLACEMENTS[1] in space.placements),
+            ]
+        )
+
+    @cached_property
+    def _rates(self) -> Floats:
+        """(7, 2, P) the rates of both placements; see ``LayerFamily.rates``."""
+        every = [self.family.rates_of(p, self.schedule) for p in self.ranks.tolist()]
+        return np.array([[one[0], one[-1]] for one in every]).transpose(2, 1, 0)
+
+    @cached_property
+    def _hops(self) -> tuple[Floats, Floats]:
+        """(2, 1, S, P) seconds of a hop, and of the sum of a tied table's gradients."""
+        start, each, *_, tied = self._rates[:, :, None, None]
+        return start + each * self.family.sent_bytes(self.samples), tied
+
+    @cached_property
+    def _exchanged(self) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
+        """(2, P) seconds per byte of gathering the least layer, and all: held, and trained."""
+        _, _, _, shared, _, expert, _ = self._rates[..., None]
+        every = []
+        for of in (self.family.parameters, self.family.trained):
+            each = of.shared[self.kinds] * shared + of.expert[self.kinds] * expert
+            whole = of.shared.sum() * shared + of.expert.sum() * expert
+            every.append((each.min(axis=-1), whole[..., 0]))
+        return every[0], every[1]
+
+    @cached_property
+    def _reductions(self) -> Floats:
+        """(2, K, 1, P) of the exchange of a rank's mean layer only the last is seen."""
+        least, whole = self._exchanged[1]
+        each = np.where(self.ranks == 1, whole / (self.blocks + 2), least)
+        sizes = self.problem.precision
+        gradients, weights = sizes.gradient_bytes, sizes.weight_bytes
+        times = np.array((2 * gradients, gradients + weights, weights, 0))[self.zeros]
+        found: Floats = each[:, None, None] * times
+        return found
+
+    @cached_property
+    def _updates(self) -> Floats:
+        """(K, 1, P) the mean rank's update."""
+        problem, sizes = self.problem, self.problem.precision
+        if not problem.charges("optimizer step"):
+            return np.zeros((1, 1, 1))
+        trained = self.family.trained
+        whole = LayerParameters(trained.shared.sum(), trained.expert.sum())
+        every = []
+        for zero, offload in self.of.keepings:
+            number = (self.divided(whole) if zero else whole.all) / self.ranks
+            host = problem.fabric.host_bytes_per_second
+            if not offload:
+                every.append(problem.processor.update_seconds(number))
+            else:
+                moved = number * max(sizes.gradient_bytes, sizes.weight_bytes)
+                every.append(link_seconds(moved, inf if host is None else host))
+        return np.array(every)[:, None]
+
+    @cached_property
+    def _again(self) -> Floats:
+        """(K, S, P) seconds to recompute what is needed of a microbatch."""
+        _, must, needed = self.fitting
+        if not len(self.freed):
+            return np.zeros_like(needed)
+        again = self.family.repeated_seconds
+        seconds = np.array(
+            [[again(one, self.schedule, (kind,)) for one in self._sizes] for kind, _ in self.freed]
+        )
+        freed = np.array([[one] for _, one in self.freed])
+        must = np.maximum(must, np.ceil(needed / freed.max() - ROUNDING))
+        found: Floats = np.maximum(
+            must * seconds.min(axis=0)[:, None], needed * (seconds / freed).min(axis=0)[:, None]
+        )
+        return found
+
+    # In the search.
+
+    @cached_property
+    def least(self) -> Floats:
+        """(S, P) bounds on all pipelines."""
+        return np.asarray(np.minimum(self.plain, self.several).min(axis=(0, 1)))
+
+    def places(self, samples: Ints | int, pipeline: Ints) -> tuple[Ints, Ints]:
+        """The indices (S, P) of microbatches and pipelines of so many ranks, of one copy."""
+        ranks = np.searchsorted(self.ranks, pipeline * self.form.copies)
+        return np.searchsorted(self.of.sizes, samples), ranks
+
+    def by_division(self, samples: Ints, pipeline: Ints, chunks: Ints) -> Floats:
+        """(2, K, divisions) bounds by placement and ZeRO of every division."""
+        size, ranks = self.places(samples, pipeline)
+        several = self.several[:, :, size, ranks]
+        return (
+            several
+            if self.form.in_v
+            else np.where(chunks > 1, several, self.plain[:, :, size, ranks])
+        )
 
 
-def _slowest_stage(of_layers: Floats, stages: int) -> float:
-    """The least time of the slowest stage, where all blocks take as long as the quickest."""
-    first, last, block = float(of_layers[0]), float(of_layers[-1]), float(of_layers[1:-1].min())
-    blocks = len(of_layers) - 2
-    every = np.add.outer((0.0, first, last), block * np.arange(blocks + 1)).ravel()
-    every = every[every >= max(first, last)]
-    has = [np.floor((every - one) / block + ROUNDING) for one in (first, last, 0.0)]
-    return float(every[has[0] + has[1] + (stages - 2) * has[2] >= blocks].min())
-
-
-def _filling(microbatches: Ints | int, ranks: Ints | int, part: float) -> Floats:
-    """Least time of a pipeline over the work of a microbatch, by number of ranks.
-
-    None are allowed without a microbatch; what is found for them is not looked at.
-    """
-    m = np.maximum(microbatches, 1)
-    found: Floats = part / (1 - (1 - part / m) ** ranks) if part else m / ranks
+def _filling(microbatches: Ints, ranks: Ints, part: Floats | float) -> Floats:
+    """Least time of a pipeline over the work of a microbatch, by number of ranks."""
+    filled = 1 - (1 - part / microbatches) ** ranks
+    found: Floats = np.where(
+        filled > 0, part / np.where(filled > 0, filled, 1), microbatches / ranks
+    )
     return found
 
 
-def _mean_stage(microbatches: int, ranks: int, part: float) -> float:
+def _mean_stage(microbatches: Ints, ranks: Ints, part: Floats | float) -> Floats:
     """The mean position of a stage, where stages count so that all of their times count alike."""
     stays = 1 - part / microbatches
-    if stays == 1:
-        return (ranks - 1) / 2
-    before = ranks - 1 - stays * (1 - stays ** (ranks - 1)) / (1 - stays)
-    return before / (1 - stays**ranks)
-
-
-def _last_weight(microbatches: int, ranks: int, part: float) -> float:
-    """How much the first stage counts, which counts least, over the last stage."""
-    found: float = (1 - part / microbatches) ** (ranks - 1)
+    some = np.where(stays < 1, stays, 0.5)
+    before = ranks - 1 - some * (1 - some ** (ranks - 1)) / (1 - some)
+    found: Floats = np.where(stays < 1, before / (1 - some**ranks), (ranks - 1) / 2)
     return found
-
-
-def _state(of: RankMemory) -> float:
-    return of.weights + of.gradients + of.optimizer

@@ -11,7 +11,6 @@ import numpy as np
 
 from stagewright.formulations.parallelism.layout import Placement
 from stagewright.formulations.parallelism.schedules import (
-    FORMS,
     Schedule,
     first_forwards,
     kept_forwards,
@@ -19,8 +18,9 @@ from stagewright.formulations.parallelism.schedules import (
 from stagewright.formulations.parallelism.states import state_rule
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.models.shards import Recompute
+from stagewright.solvers.parallelism.any_division import SplitBounds
 from stagewright.solvers.parallelism.divisions import DivisionTable, replicas
-from stagewright.solvers.parallelism.family import LayerFamily, LayerParameters
+from stagewright.solvers.parallelism.family import LayerParameters
 
 ROUNDING = 1e-9
 
@@ -109,11 +109,14 @@ class Keeping:
 
 
 class Bounds:
-    """Bounds for the layers of a family and the divisions of a microbatch."""
+    """Bounds for layers that are divided in one way, and the divisions of microbatches.
 
-    def __init__(self, family: LayerFamily, sized: Sized) -> None:
-        self.family, self.sized, self.table = family, sized, sized.table
-        self.problem = family.problem
+    They are below the closed bounds ``any_division``, or tighter.
+    """
+
+    def __init__(self, any_division: SplitBounds, sized: Sized) -> None:
+        self.any_division, self.family = any_division, any_division.family
+        self.sized, self.table, self.problem = sized, sized.table, self.family.problem
         self.of = self.table.division_of_rank
         self._rates: dict[Placement, Floats] = {}
         self._hops: dict[Placement | None, Floats] = {}
@@ -123,6 +126,22 @@ class Bounds:
     def allowed(self) -> Bools:
         """Divisions in which the experts can be divided evenly."""
         return self.family.can_divide_experts(self.sized.data, self.sized.schedule)
+
+    def only(self, kept: Bools) -> "Bounds":
+        """The bounds of the divisions that are ``kept``."""
+        return Bounds(self.any_division, self.sized.only(kept))
+
+    @cached_property
+    def _closed(self) -> Floats:
+        of = self.table
+        return self.any_division.by_division(self.sized.samples, of.pipeline, of.chunks)
+
+    def closed_of(self, keeping: Keeping) -> Floats:
+        """Closed bounds of every division, with ZeRO in a placement."""
+        keepings = self.any_division.of.keepings
+        inside = int(keeping.placement == "pipeline-inside")
+        found: Floats = self._closed[inside, keepings.index((keeping.zero, keeping.offload))]
+        return found
 
     # Memory.
 
@@ -149,11 +168,6 @@ class Bounds:
     @cached_property
     def _trained_part(self) -> Floats:
         return self._part(self.trained)
-
-    @cached_property
-    def alone(self) -> Bools:
-        """Divisions in which no two ranks have the same parameters."""
-        return self.family.are_alone(self.sized.data)
 
     def room(self, memory: float, keeping: Keeping) -> Floats:
         """Bytes that every rank has for activations."""
@@ -259,15 +273,6 @@ class Bounds:
             found[4, is_inner | table.in_v] = 0.0
             self._rates[placement] = found
         return self._rates[placement]
-
-    def has(self, placement: Placement, allowed: tuple[Placement, ...]) -> Bools:
-        """Divisions that may be placed so; see ``Space.placements_of``."""
-        copies, split = FORMS[self.sized.schedule].copies, self.family.split
-        differ = (self.table.pipeline * copies > 1) & (self.sized.data > copies)
-        if placement == "data-inside":
-            return ~differ | (placement in allowed)
-        found: Bools = differ & (self.family.replica % split.expert == 0 and placement in allowed)
-        return found
 
     def hops(self, placement: Placement | None) -> Floats:
         """(2, ranks) seconds of hops: there and back, and up to the first backward."""

@@ -1,7 +1,13 @@
 """Recomputation and schedule: bounds on the time of all their pipelines, of all microbatches.
 
-The arguments are those of ``Parts.least_seconds``. Arrays are by division, by (division, rank), or
-by entry.
+Rank r computes nothing before the stages 0 to r - 1 have done their first forward. Its last
+backward (or input gradient) is of a stage with at least r stages before it, whose follow, and rank
+0 then exchanges its gradients. So an iteration takes at least these and all that rank r computes,
+without its weight gradients where backwards are split. Its first backward comes when the first
+microbatch has passed all stages and come back. Until then rank r has done the forwards of its
+warm-up and one more; the rest, and its exchange, follow.
+
+Arrays are by division, by (division, rank), or by entry.
 """
 
 from collections.abc import Iterator, Sequence

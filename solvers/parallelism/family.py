@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 
-from stagewright.formulations.parallelism.layer_times import share_time
+from stagewright.formulations.parallelism.layer_times import alike, share_time
 from stagewright.formulations.parallelism.layout import Layout, Placement
 from stagewright.formulations.parallelism.parts import shares
 from stagewright.formulations.parallelism.schedules import FORMS, Schedule
@@ -16,7 +16,7 @@ from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.prices.collectives import gather_seconds, pace
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.machines.groups import Group, GroupWays, links
-from stagewright.graphs.models.shards import LayerShare, LayerSplit, Recompute
+from stagewright.graphs.models.shards import LayerShare, LayerSplit, Recompute, Shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,55 @@ class LayerParameters:
         return LayerParameters(of(self.shared), of(self.expert))
 
 
+def _places(of: Shares) -> Ints:
+    """For every layer, the index of the layer's share."""
+    kinds = len(of.kinds)
+    return np.array([kinds, *of.blocks, kinds + 1])
+
+
+@lru_cache(maxsize=1 << 14)
+def _work(
+    problem: TrainingProblem,
+    of: Shares,
+    split: LayerSplit,
+    samples: int,
+    recompute: Recompute,
+    schedule: Schedule,
+) -> SplitLayerWork:
+    """The times of all layers in problems that are alike."""
+    off, hides = FORMS[schedule].is_split, FORMS[schedule].pairs
+    every = (*of.kinds, of.embedding, of.head)
+    times = [share_time(problem, one, split, samples, recompute, off) for one in every]
+    rows = [
+        (
+            one.forward + one.backward - 2 * hides * one.dispatched,
+            one.forward - hides * one.dispatched,
+            one.weight,
+        )
+        for one in times
+    ]
+    return SplitLayerWork(*np.array(rows).T[:, _places(of)])
+
+
+@lru_cache(maxsize=1 << 12)
+def _hop_rate(of: GroupWays) -> tuple[float, float]:
+    """Latency and seconds per byte of a hop over the way with the least bandwidth."""
+    rates = ((pace(way.pair_bytes_per_second), way.latency_seconds) for way in of.ways)
+    per_byte, start = max(rates, default=(0.0, 0.0))
+    return start, per_byte
+
+
+@lru_cache(maxsize=1 << 12)
+def _gather_rate(of: GroupWays) -> tuple[float, float]:
+    """Latency and seconds per byte of an all-gather over the slowest way."""
+    size = 1e9
+    if len(of.ways) > 1:
+        slowest = max(of.ways, key=lambda way: gather_seconds(GroupWays(of.size, (way,)), size))
+        of = GroupWays(of.size, (slowest,))
+    one, two = gather_seconds(of, size), gather_seconds(of, 2 * size)
+    return max(0.0, 2 * one - two), (two - one) / size
+
+
 class LayerFamily:
     """The layers for one split; arrays are by layer, (L + 2,) with the ends, or by pipeline."""
 
@@ -54,7 +103,7 @@ class LayerFamily:
         self.shares = shares(problem, split)
         self.replica = split.tensor * split.context
         self.left = problem.fabric.devices // self.replica
-        self._works: dict[tuple[int, Recompute, Schedule], SplitLayerWork] = {}
+        self._alike = alike(problem, split)
         self._saved: dict[Recompute, Floats] = {}
         self._rates_of: dict[tuple[int, Schedule], Floats] = {}
 
@@ -63,15 +112,9 @@ class LayerFamily:
         """The different shares of layers: blocks by kind, embedding, head."""
         return (*self.shares.kinds, self.shares.embedding, self.shares.head)
 
-    @cached_property
-    def _places(self) -> Ints:
-        """For every layer, the index of the layer's share."""
-        kinds = len(self.shares.kinds)
-        return np.array([kinds, *self.shares.blocks, kinds + 1])
-
     def by_layer(self, quantity: Callable[[LayerShare], float]) -> Floats:
         """A quantity of every layer."""
-        found: Floats = np.array([quantity(one) for one in self.every])[self._places]
+        found: Floats = np.array([quantity(one) for one in self.every])[_places(self.shares)]
         return found
 
     def work(
@@ -81,23 +124,7 @@ class LayerFamily:
 
         Of schedules without pairs they are shortest with 1F1B.
         """
-        key = samples, recompute, schedule
-        if key not in self._works:
-            off, hides = FORMS[schedule].is_split, FORMS[schedule].pairs
-            times = [
-                share_time(self.problem, one, self.split, samples, recompute, off)
-                for one in self.every
-            ]
-            rows = [
-                (
-                    one.forward + one.backward - 2 * hides * one.dispatched,
-                    one.forward - hides * one.dispatched,
-                    one.weight,
-                )
-                for one in times
-            ]
-            self._works[key] = SplitLayerWork(*np.array(rows).T[:, self._places])
-        return self._works[key]
+        return _work(self._alike, self.shares, self.split, samples, recompute, schedule)
 
     def least_work(
         self, samples: int, recompute: Recompute, schedules: Iterable[Schedule]
@@ -119,14 +146,14 @@ class LayerFamily:
         for one in sets:
             kept = [self.problem.processor.saved_bytes(share, one) for share in self.shares.kinds]
             works = [self.work(samples, one, schedule).total for schedule in schedules]
-            price = np.array([*kept, *(float(t) for work in works for t in work[self._firsts])])
+            price = np.array([*kept, *(float(t) for work in works for t in work[self.firsts])])
             if not any((other <= price).all() for _, other in found):
                 found = [(name, other) for name, other in found if not (price <= other).all()]
                 found.append((one, price))
         return [one for one, _ in found]
 
     @cached_property
-    def _firsts(self) -> list[int]:
+    def firsts(self) -> list[int]:
         """The first layer of every kind of blocks."""
         return [1 + self.shares.blocks.index(kind) for kind in range(len(self.shares.kinds))]
 
@@ -249,24 +276,14 @@ class LayerFamily:
         return self._rates_of[key]
 
     def _hop_rate(self, group: Group) -> tuple[float, float]:
-        """Latency and seconds per byte of a hop over the way with the least bandwidth."""
         if not self.problem.charges("pipeline transfers"):
             return 0.0, 0.0
-        ways = links(self.problem.fabric, group).ways
-        rates = ((pace(way.pair_bytes_per_second), way.latency_seconds) for way in ways)
-        per_byte, start = max(rates, default=(0.0, 0.0))
-        return start, per_byte
+        return _hop_rate(links(self.problem.fabric, group))
 
     def _gather_rate(self, group: Group) -> tuple[float, float]:
-        """Latency and seconds per byte of an all-gather over the slowest way."""
         if not self.problem.charges("data exchange"):
             return 0.0, 0.0
-        of, size = links(self.problem.fabric, group), 1e9
-        if len(of.ways) > 1:
-            slowest = max(of.ways, key=lambda way: gather_seconds(GroupWays(of.size, (way,)), size))
-            of = GroupWays(of.size, (slowest,))
-        one, two = gather_seconds(of, size), gather_seconds(of, 2 * size)
-        return max(0.0, 2 * one - two), (two - one) / size
+        return _gather_rate(links(self.problem.fabric, group))
 
     def _placed(self, pipeline: int, schedule: Schedule) -> list[Layout]:
         """The placements that are possible."""

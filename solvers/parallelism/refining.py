@@ -10,19 +10,21 @@ A layout is chosen in five steps, each with a lower bound on the time of all lay
 
 1. how layers are divided (t, c, e, sequence parallelism): the work of a sample in the largest
    microbatch, without recomputation, spread evenly over all ranks;
-2. schedule and recomputation: for every microbatch, pipeline (with chunks and ends) and rank r the
-   time to reach it and to return from it, and all its work: fill_r + m w_r (no rank computes before
-   its first input, and after its last backward those of the stages before it follow); the least;
+2. schedule and recomputation: for every microbatch and number of ranks the closed bound on all
+   divisions of the blocks (``any_division``); where that is below the k-th best time, for every
+   pipeline (with chunks and ends) and rank r the time to reach it and to return from it, and all
+   its work: fill_r + m w_r (no rank computes before its first input, and after its last backward
+   those of the stages before it follow); the least;
 3. ZeRO, offload, placement and pipeline: the same with the fewest recomputed blocks, what ZeRO's
    exchanges add to the work beside them, the sum of gradients of the first rank and the update;
 4. the same bound of one layout, not of its layers at the least (``Parts.least_seconds``);
 5. the time of the layout itself (``estimate.evaluate``).
 
 Nodes are taken by their bound. When the least bound is not below the k-th best time, the best k are
-those of the whole space. Memory prunes at steps 3 and 5. Pipelines whose stages are not nearly even
-(``divisions``) are many, alike in time, and seldom the best: step 2 takes them last, with groups of
-them as nodes (``uneven``), and looks at so many only for what comes after the best. At the very
-start the least bounds are followed down to a first layout, whose time rules out arrays of others.
+those of the whole space. Memory prunes at all steps but the first. Pipelines whose stages are not
+nearly even (``divisions``) are many, alike in time, and seldom the best: step 2 takes them last,
+and looks at so many only for what comes after the best. At the very start the least bounds are
+followed down to a first layout, whose time rules out arrays of others.
 """
 
 import heapq
@@ -42,7 +44,7 @@ from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_count
 from stagewright.graphs.models.shards import Recompute
-from stagewright.solvers.parallelism.any_division import AnyDivision, Plain
+from stagewright.solvers.parallelism.any_division import Plain, any_division
 from stagewright.solvers.parallelism.space import (
     Counts,
     Space,
@@ -269,7 +271,7 @@ class _Refining:
     ) -> None:
         self.problem, self.space, self.found = problem, space, found
         self.recomputation, self.accept = recomputation, accept
-        self.candidates = AnyDivision(problem, space)
+        self.candidates = any_division(problem, space, problem.fabric.memory_bytes)
         self.refined: list[Refined] = []
         self.done: set[Layout] = set()
         self.open_bound, self.examined = inf, 0

@@ -253,14 +253,6 @@ class Space:
         only = (form.chunks,) if form.chunks <= self.chunks else ()
         return [p for p in found if p > 1], lambda _: only
 
-    def placements_of(self, layout: Layout) -> tuple[Placement, ...]:
-        """The placements that differ for a layout's degrees, and in which its experts can be."""
-        if layout.data == 1 or layout.pipeline == 1:
-            return ("data-inside",)  # both are the same
-        if layout.tensor * layout.context % layout.expert:
-            return tuple(one for one in self.placements if one == "data-inside")
-        return self.placements
-
     def least_bytes(self, problem: TrainingProblem) -> float:
         """Bytes of some device if all together hold the states of every parameter just once."""
         layers, sizes = shares(problem, LayerSplit()).every, problem.precision

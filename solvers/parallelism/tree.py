@@ -5,7 +5,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import get_args
 
 import numpy as np
@@ -14,12 +14,13 @@ from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout, Placement
 from stagewright.formulations.parallelism.parts import Parts
 from stagewright.formulations.parallelism.pipeline_time import Walk, walk
-from stagewright.formulations.parallelism.schedules import FORMS, Schedule, ScheduleForm
+from stagewright.formulations.parallelism.schedules import FORMS, Schedule
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Bools, Floats
 from stagewright.graphs.models.modules import OFFLOAD, modules_of
 from stagewright.graphs.models.shards import Recompute
+from stagewright.solvers.parallelism.any_division import any_division
 from stagewright.solvers.parallelism.bounds import Bounds, Keeping, Sized, sized
 from stagewright.solvers.parallelism.choices import (
     Choice,
@@ -38,7 +39,6 @@ from stagewright.solvers.parallelism.space import (
     simple_first,
     with_recomputed,
 )
-from stagewright.solvers.parallelism.uneven import least_of_ends, least_seconds
 
 _MOST_ENTRIES = 100_000  # stages of all divisions that are bounded at once
 
@@ -50,6 +50,26 @@ def compiled_walk() -> Walk:
 
     made: Walk = njit(cache=True)(walk)
     return made
+
+
+@lru_cache(maxsize=128)
+def _divisions(
+    space: Space, layers: int, left: int, schedule: Schedule
+) -> tuple[DivisionTable, DivisionGroups]:
+    """The nearly even divisions for the devices that are left beside t and c; all others."""
+    pipelines, chunks = space.pipelines(left, schedule)
+    found = groups(layers, pipelines, chunks, in_v=FORMS[schedule].in_v)
+    share = layers // found.stages
+    few = (found.stages <= 2) | (found.middle == share) | (found.middle == share + 1)
+    near = found.only(few).table()
+    return near.only(near.is_nearly_even), found.only(found.stages > 2)
+
+
+@lru_cache(maxsize=128)
+def _sized(space: Space, layers: int, left: int, batch: int, schedule: Schedule) -> Sized | None:
+    """The nearly even divisions for all microbatches of a batch."""
+    table, _ = _divisions(space, layers, left, schedule)
+    return sized(table, left, batch, chosen(space.microbatch, batch), schedule)
 
 
 Part = Callable[[], "Iterator[_Child]"]
@@ -76,13 +96,11 @@ class Tree:
         self.memory = problem.fabric.memory_bytes if memory_bytes is None else memory_bytes
         # Bounds add the same bytes in another order: they must not rule out what just fits.
         self.about_memory = self.memory * (1 + RELATIVE_TOLERANCE)
+        self.any_division = any_division(problem, space, self.memory)
         self.best: list[Estimate] = []
         self.folded: list[Estimate] = []
         self.examined = 0
-        self._last: Parts | None = None
         self.postponed: list[_Child] = []
-        self._tables: dict[tuple[int, ScheduleForm], tuple[DivisionTable, DivisionGroups]] = {}
-        self._sizes: dict[tuple[int, Schedule], Sized | None] = {}
 
     def known(self, layout: Layout) -> bool:
         """Whether the prices of the layout's degrees, placement and ZeRO stage are known."""
@@ -100,33 +118,15 @@ class Tree:
 
     def families(self) -> Iterator[_Child]:
         """Step 1: parts by the division of layers among ranks."""
-        for split in self.space.families(self.problem):
-            family = LayerFamily(self.problem, split)
+        for evenly, family in self.any_division.families:
+            split = family.split
             layer = Layout(1, split.tensor, split.context, family.left, split.expert)
             some = any(len(self._divisions(family.left, one)[0]) for one in self.space.schedules)
             if self.known(layer) and some:
-                yield self._spread(family, self.problem.batch, "none"), self._of_split(family)
+                yield evenly, partial(self._of_split, family, evenly)
 
     def _divisions(self, left: int, schedule: Schedule) -> tuple[DivisionTable, DivisionGroups]:
-        """The nearly even divisions for the devices that are left beside t and c; all others."""
-        key = left, FORMS[schedule]
-        if key not in self._tables:
-            layers = self.problem.architecture.layers
-            pipelines, chunks = self.space.pipelines(left, schedule)
-            found = groups(layers, pipelines, chunks, in_v=FORMS[schedule].in_v)
-            share = layers // found.stages
-            few = (found.stages <= 2) | (found.middle == share) | (found.middle == share + 1)
-            near = found.only(few).table()
-            self._tables[key] = near.only(near.is_nearly_even), found.only(found.stages > 2)
-        return self._tables[key]
-
-    def _sized(self, left: int, schedule: Schedule) -> Sized | None:
-        key = left, schedule
-        if key not in self._sizes:
-            table, _ = self._divisions(left, schedule)
-            sizes = chosen(self.space.microbatch, self.problem.batch)
-            self._sizes[key] = sized(table, left, self.problem.batch, sizes, schedule)
-        return self._sizes[key]
+        return _divisions(self.space, self.problem.architecture.layers, left, schedule)
 
     def _spread(self, family: LayerFamily, samples: int, recompute: Recompute) -> float:
         """All work spread evenly over the ranks: each replica has B / d samples and p ranks."""
@@ -134,32 +134,44 @@ class Tree:
         work = family.least_work(samples, recompute, self.space.schedules)
         return work * self.problem.batch / samples / replicas
 
-    def _of_split(self, family: LayerFamily) -> Part:
+    def _of_split(self, family: LayerFamily, evenly: float) -> Iterator[_Child]:
         """Step 2: parts by schedule and kind of recomputation."""
+        for schedule in self.space.schedules:
+            if self.known(plainest(schedule)):
+                bound = max(evenly, self.any_division.pipelines(family, schedule))
+                yield bound, partial(self._of_schedule, family, schedule)
 
-        def parts() -> Iterator[_Child]:
-            for schedule in self.space.schedules:
-                of = self._sized(family.left, schedule)
-                if of is None or not self.known(plainest(schedule)):
-                    continue
-                for recompute in self._recomputes:
-                    yield from self._choices(family, of, recompute)
-
-        return parts
+    def _of_schedule(self, family: LayerFamily, schedule: Schedule) -> Iterator[_Child]:
+        layers, batch = self.problem.architecture.layers, self.problem.batch
+        of = _sized(self.space, layers, family.left, batch, schedule)
+        if of is not None:
+            for recompute in self._recomputes:
+                yield from self._choices(family, of, recompute)
 
     def _choices(self, family: LayerFamily, of: Sized, recompute: Recompute) -> Iterator[_Child]:
         """Divisions for all microbatches whose bound is below the worst time."""
         # Recomputation of some blocks takes at least as long as that of none.
         least = "none" if self._is_some(recompute) else recompute
-        spread = [self._spread(family, one, least) for one in of.sizes]
-        near = of.only(np.array(spread)[of.table.size] < self.worst)
-        choice = Choice(Bounds(family, near), recompute, least, of.schedule)
-        if len(near.table):
-            yield float(choice.seconds.min()), self._of_choice(choice)
+        closed = self.any_division.of(family, of.schedule)
+        bound = closed.least
+        if least != "none":
+            spread = [self._spread(family, one, least) for one in of.sizes]
+            bound = np.maximum(bound, np.array(spread)[:, None])
+        choice = Choice(Bounds(closed, of), recompute, least, of.schedule)
+        rows = bound[closed.places(of.samples, of.table.pipeline)]
+        for some in (of.table.pipeline == 1, of.table.pipeline > 1):
+            if some.any():
+                yield float(rows[some].min()), partial(self._near_rows, choice, some, rows)
         if self.space.uneven:
-            for samples, bound in zip(of.sizes, spread, strict=True):
-                if bound < self.worst:
-                    self.postponed.append((bound, partial(self._uneven, choice, samples)))
+            for samples, one in zip(of.sizes, bound.min(axis=1).tolist(), strict=True):
+                if one < self.worst:
+                    self.postponed.append((one, partial(self._uneven, choice, samples)))
+
+    def _near_rows(self, choice: Choice, some: Bools, rows: Floats) -> Iterator[_Child]:
+        """Some of the divisions, whose closed bounds (``rows``) are below the worst time."""
+        choice = replace(choice, bounds=choice.bounds.only(some & (rows < self.worst)))
+        if len(choice.bounds.table):
+            yield float(choice.seconds.min()), self._of_choice(choice)
 
     @cached_property
     def _sets(self) -> list[Recompute]:
@@ -184,7 +196,10 @@ class Tree:
     def _uneven(self, choice: Choice, samples: int) -> Iterator[_Child]:
         """Step 2 for the divisions that are not nearly even, which are seldom the best."""
         others = self._divisions(choice.bounds.family.left, choice.schedule)[1]
-        bound = least_seconds(choice, samples, others)
+        closed = choice.bounds.any_division
+        bound = closed.least[closed.places(samples, others.pipeline)]
+        near = bound < self.worst
+        others, bound = others.only(near), bound[near]
         order = np.argsort(bound, kind="stable")
         yield from self._groups(choice, samples, others.only(order), bound[order])
 
@@ -211,24 +226,23 @@ class Tree:
     def _better(self, choice: Choice, samples: int, table: DivisionTable) -> Choice | None:
         """The choice with the divisions of a table that have a bound below the worst time."""
         family = choice.bounds.family
-        table = table.only(least_of_ends(choice, samples, table) < self.worst)
         of = sized(table, family.left, self.problem.batch, (samples,), choice.schedule)
         if of is None:
             return None
-        choice = self._near(replace(choice, bounds=Bounds(family, of)))
+        choice = self._near(replace(choice, bounds=Bounds(choice.bounds.any_division, of)))
         return choice if len(choice.bounds.table) else None
 
     def _chained(
-        self, of: DividedChoice | None, part: Callable[[DividedChoice, int], Part], at: int = 0
+        self, of: DividedChoice | None, attempt: Callable[[DividedChoice, int], None], at: int = 0
     ) -> Iterator[_Child]:
-        """Parts in order of their bounds; each part is made only after the previous part."""
+        """Parts that try divisions in order of their bounds, each after the one before."""
         if of is None or at == len(of.order) or of.bound[of.order[at]] >= self.worst:
             return
         place = int(of.order[at])
 
         def parts() -> Iterator[_Child]:
-            yield float(of.bound[place]), part(of, place)
-            yield from self._chained(of, part, at + 1)
+            attempt(of, place)
+            yield from self._chained(of, attempt, at + 1)
 
         yield float(of.bound[place]), parts
 
@@ -237,7 +251,7 @@ class Tree:
         near = choice.seconds < self.worst
         if near.all():
             return choice
-        return replace(choice, bounds=Bounds(choice.bounds.family, choice.bounds.sized.only(near)))
+        return replace(choice, bounds=choice.bounds.only(near))
 
     def _of_choice(self, whole: Choice) -> Part:
         """Step 3: parts by ZeRO stage, offloading, placement and pipeline."""
@@ -259,22 +273,19 @@ class Tree:
                 room = choice.bounds.room(self.about_memory, placed[0][0])
                 if least is not None or choice.recompute in self.space.recompute:
                     for found in divided(choice, placed, room, least, self.worst):
-                        yield from self._chained(found, self._of_division)
+                        yield from self._chained(found, self._try_division)
                 for (keeping, differs), modules in itertools.product(placed, sets):
                     if "none" in self.space.recompute:
                         # What fits with nothing recomputed is slower with modules.
                         differs = differs & ~choice.bounds.fits(kept - room)
                     found = divided_by_modules(longest, keeping, room, modules, self.worst, differs)
-                    yield from self._chained(found, partial(self._of_sets, [modules]))
+                    yield from self._chained(found, partial(self._try_sets, [modules]))
 
         return parts
 
     def _differing(self, choice: Choice, keeping: Keeping) -> Bools:
-        """Allowed divisions with known prices, which a lower ZeRO stage does not have alike."""
-        differs = choice.seconds < self.worst  # infinite where not allowed
-        differs &= choice.bounds.has(keeping.placement, self.space.placements)
-        if keeping.zero > min(self.space.zero):
-            differs = differs & ~choice.bounds.alone  # with something that ZeRO divides
+        """Divisions whose bounds are below the worst time, with known prices."""
+        differs = (choice.seconds < self.worst) & (choice.bounds.closed_of(keeping) < self.worst)
         if keeping.zero < 2 or self._known is None:
             return differs  # the degrees are known
         found, pipeline = np.zeros_like(differs), choice.bounds.table.pipeline
@@ -291,16 +302,15 @@ class Tree:
         every = (of.frontier(one, self._sets, schedules) for one in sizes)
         return [*dict.fromkeys(itertools.chain(*every)), *self._offload]
 
-    def _of_sets(self, sets: Sequence[Recompute], of: DividedChoice, division: int) -> Part:
-        """Step 4: parts by recomputed modules."""
-        return partial(self._recomputing, of.choice.layout(division, of.keeping), sets)
+    def _try_sets(self, sets: Sequence[Recompute], of: DividedChoice, division: int) -> None:
+        self._try_recomputing(of.choice.layout(division, of.keeping), sets)
 
-    def _recomputing(self, layout: Layout, sets: Sequence[Recompute]) -> Iterator[_Child]:
+    def _try_recomputing(self, layout: Layout, sets: Sequence[Recompute]) -> None:
         """A layout with sets of modules, or with offload, with which it may fit."""
         for kind in sets:
             one = self._offloading(layout) if kind == OFFLOAD else replace(layout, recompute=kind)
             if one is not None and self._may_fit(one) and self.accept(one):
-                yield self._parts(one).least_seconds, self._of_layout(one, None)
+                self._try(one, None)
 
     def _offloading(self, plain: Layout) -> Layout | None:
         """A layout with activations of the fewest blocks in host memory with which it fits.
@@ -318,24 +328,18 @@ class Tree:
         fewest = 1 + bisect_left(range(1, most), 1, key=fits)
         return replace(plain, recompute="none", offload_blocks=fewest)
 
-    def _of_division(self, of: DividedChoice, division: int) -> Part:
-        """Step 4: a division's fitting layout, or those that recompute modules."""
-
-        def parts() -> Iterator[_Child]:
-            some, plain = of.some(division), of.choice.layout(division, of.keeping)
-            may_keep = plain.recompute == "none" if some is None else some[0] == 0
-            sets = self._frontier(of.choice, plain.microbatch) if may_keep else []
-            fitting = self._fitting(plain, some)
-            if fitting is None or fitting.recompute != "none":
-                yield from self._of_sets(sets, of, division)()
-                sets = []
-            if fitting is None:
-                return
-            accepted = self._accepted(fitting, some)
-            if accepted is not None:
-                yield self._parts(accepted).least_seconds, self._of_layout(accepted, some, sets)
-
-        return parts
+    def _try_division(self, of: DividedChoice, division: int) -> None:
+        """A division's fitting layout, or those that recompute modules."""
+        some, plain = of.some(division), of.choice.layout(division, of.keeping)
+        may_keep = plain.recompute == "none" if some is None else some[0] == 0
+        sets = self._frontier(of.choice, plain.microbatch) if may_keep else []
+        fitting = self._fitting(plain, some)
+        if fitting is None or fitting.recompute != "none":
+            self._try_recomputing(plain, sets)
+            sets = []
+        accepted = None if fitting is None else self._accepted(fitting, some)
+        if accepted is not None:
+            self._try(accepted, some, sets)
 
     def _fitting(self, layout: Layout, some: tuple[int, int] | None) -> Layout | None:
         """The layout, if it may fit, with the fewest recomputed blocks with which it does.
@@ -359,35 +363,26 @@ class Tree:
         return most if self.accept(most) else None
 
     def _may_fit(self, layout: Layout) -> bool:
-        return self._parts(layout).least_bytes <= self.about_memory
+        return Parts(self.problem, layout).least_bytes <= self.about_memory
 
-    def _parts(self, layout: Layout) -> Parts:
-        """The parts of a layout, reused from the last layout if only ZeRO and the like differ."""
-        plain = replace(layout, zero=0, offload_optimizer=False, placement="data-inside")
-        if self._last is None or self._last.layout != plain:
-            self._last = Parts(self.problem, plain)
-        return self._last.varied(layout)
-
-    def _of_layout(
+    def _try(
         self, layout: Layout, some: tuple[int, int] | None, sets: Sequence[Recompute] = ()
-    ) -> Part:
-        """Step 5: evaluate a layout; if it does not fit, more recomputed blocks or sets."""
-
-        def parts() -> Iterator[_Child]:
-            found = evaluate(self.problem, layout, compiled_walk())
-            self.examined += 1
-            if found.peak_bytes <= self.memory:
-                if found.seconds < self.worst:
-                    self._take(found)
-                return
-            again = 0 if some is None else blocks_recomputed(layout, some[1])
-            if some is not None and again < some[1]:
-                more = self._accepted(with_recomputed(layout, again + 1, some[1]), some)
-                if more is not None:
-                    yield self._parts(more).least_seconds, self._of_layout(more, some)
-            yield from self._recomputing(layout, sets)
-
-        return parts
+    ) -> None:
+        """Steps 4 and 5: evaluate a layout; if it does not fit, more recomputed blocks or sets."""
+        if Parts(self.problem, layout).least_seconds >= self.worst:
+            return
+        found = evaluate(self.problem, layout, compiled_walk())
+        self.examined += 1
+        if found.peak_bytes <= self.memory:
+            if found.seconds < self.worst:
+                self._take(found)
+            return
+        again = 0 if some is None else blocks_recomputed(layout, some[1])
+        if some is not None and again < some[1]:
+            more = self._accepted(with_recomputed(layout, again + 1, some[1]), some)
+            if more is not None:
+                self._try(more, some)
+        self._try_recomputing(layout, sets)
 
     def _take(self, found: Estimate) -> None:
         """Put a layout among the best; of layouts that are alike only the fastest stays there."""

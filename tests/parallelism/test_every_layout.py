@@ -38,7 +38,7 @@ from stagewright.graphs.models.architecture import (
 )
 from stagewright.graphs.models.modules import MODULES
 from stagewright.graphs.models.traits import remarks_on
-from stagewright.service.layouts.further import LESS_MEMORY
+from stagewright.service.layouts.further import LESS_MEMORY, smallest_of
 from stagewright.service.layouts.problems import training_problem
 from stagewright.service.layouts.requests import FrontPoint, LayoutRequest, LayoutRow, RefinedRow
 from stagewright.service.layouts.searching import find_layouts
@@ -185,6 +185,17 @@ def wrong_front(case: Case, front: Sequence[FrontPoint]) -> Iterator[str]:
             yield f"front: no point is as good as {said(best)}"
 
 
+def wrong_smallest(case: Case, memory: float) -> Iterator[str]:
+    """A layout that needs little more than memory in which none fits."""
+    least, problem = min(one.peak_bytes for one in case.every), case.limited(memory)
+    (point,) = smallest_of(
+        lambda *asked, **more: search(asked[0], case.space, **more), problem, None
+    )
+    limit = point.limit_bytes
+    if not least <= point.peak_bytes * EXACT <= limit * ROUNDED or least < limit * LESS_MEMORY:
+        yield f"{point} is said to be about the smallest; {least} bytes are enough"
+
+
 def wrong_refined(case: Case, memory: float) -> Iterator[str]:
     """The bounds on pipelines of any blocks and recomputed blocks of every stage."""
     problem = case.limited(memory)
@@ -229,6 +240,9 @@ def wrong_alike(seed: int) -> list[str]:
         *wrong_search(case, chance.choice((memory, math.inf)), keep),
         *wrong_answer(case, memory, keep, front=chance.random() < 0.3),
         *wrong_surest(case, memory, chance),
+        *wrong_smallest(
+            case, chance.uniform(0.2, 0.99) * min(one.peak_bytes for one in case.every)
+        ),
     ]
 
 

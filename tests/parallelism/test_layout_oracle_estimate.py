@@ -51,10 +51,6 @@ def test_lower_bounds_are_below_the_estimate(problem, chance) -> None:
         found, parts = evaluate(problem, layout), Parts(problem, layout)
         assert parts.least_seconds <= found.seconds * (1 + 1e-12)
         assert parts.least_bytes <= found.peak_bytes * (1 + 1e-12)
-        other = replace(layout, zero=3, placement="data-inside", offload_optimizer=True)
-        varied, fresh = parts.varied(other), Parts(problem, other)
-        assert varied.least_seconds == fresh.least_seconds
-        assert varied.least_bytes == fresh.least_bytes
 
 
 def faster_links(problem: TrainingProblem) -> TrainingProblem:
