@@ -17,7 +17,7 @@ from stagewright.formulations.plans.memory import (
     stage_static_bytes,
     version_bytes,
 )
-from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.pipeline import PipelineProblem, remembered
 from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.shards import of_shard
 from stagewright.formulations.plans.timing import (
@@ -99,7 +99,7 @@ class PatternProblems:
             tuple(back for _, back in sent),
             tuple(groups.index(stage.devices) for stage in stages),
             tuple(figures.kept for figures in found),
-            tuple(self._memory(names) - total for names, total in static.items()),
+            tuple(_memory(self.problem, names) - total for names, total in static.items()),
             tuple(figures.reduce for figures in found),
             self.problem.microbatches,
             max(one.least_seconds + more for one, more in zip(found, own.max(axis=0), strict=True)),
@@ -155,13 +155,6 @@ class PatternProblems:
             return np.zeros((2, len(stages)))
         return np.array(message_seconds(stages, 1, self.problem.message_seconds))[:, :, 0]
 
-    def _memory(self, names: tuple[str, ...]) -> float:
-        if names not in self._memories:
-            index = self.problem.cluster.index
-            memory = min(float(self.problem.memory_bytes[index[name]]) for name in names)
-            self._memories[names] = memory
-        return self._memories[names]
-
     @cached_property
     def _known(self) -> dict[Stage, _Figures]:
         return {}
@@ -172,9 +165,10 @@ class PatternProblems:
     ) -> dict[tuple[int, tuple[str, ...], int, tuple[str, ...], int], tuple[float, float]]:
         return {}
 
-    @cached_property
-    def _memories(self) -> dict[tuple[str, ...], float]:
-        return {}
+
+@remembered
+def _memory(problem: PipelineProblem, names: tuple[str, ...]) -> float:
+    return min(float(problem.memory_bytes[problem.cluster.index[name]]) for name in names)
 
 
 def static_bytes(problem: PipelineProblem, stage: Stage, rule: WeightRule = DOUBLE_BUFFER) -> float:

@@ -16,7 +16,7 @@ import numpy as np
 from stagewright.formulations.pipelines.bounds.relaxation import Relaxation, relax
 from stagewright.formulations.pipelines.bppm import StageChoice, range_sums
 from stagewright.formulations.plans.memory import in_flight_limit
-from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.pipeline import PipelineProblem, remembered
 from stagewright.formulations.prices.collectives import all_reduce_pace, paced_seconds
 from stagewright.graphs.documents.arrays import Floats
 
@@ -183,19 +183,17 @@ class JointPlanning:
         self, prefix: Prefix, stage: StageChoice, taken: tuple[tuple[int, ...], ...]
     ) -> Prefix | None:
         """``prefix`` with one more stage; None if the stage cannot hold a microbatch."""
-        key = (stage.start, stage.stop, stage.devices)
-        if key not in self._numbers:
-            limit = in_flight_limit(self.problem, *key)
-            times = self.problem.compute_seconds(*key)
-            self._numbers[key] = (limit, *times, self.problem.finish_seconds(*key))
-        limit, forward, backward, finish = self._numbers[key]
+        limit, forward, backward, finish = _numbers(
+            self.problem, stage.start, stage.stop, stage.devices
+        )
         if limit < 1:
             return None
         there = back = head = 0.0
         tail = finish
         if prefix.stages:
             last = prefix.placed[-1]
-            there, back = self._transfer(stage.start, prefix.stages[-1].devices, stage.devices)
+            ends = prefix.stages[-1].devices, stage.devices
+            there, back = _transfer_seconds(self.problem, stage.start, *ends)
             head = last.head + last.forward + there
             tail = max(finish, back + last.backward + last.tail)
         one = PrefixStage(forward, backward, there + back, limit, head, tail)
@@ -203,20 +201,6 @@ class JointPlanning:
         unused = len(self.problem.cluster) - sum(map(sum, taken))
         bound = max(prefix.bound, self._bound(placed, stage.stop, len(stage.devices), unused))
         return Prefix((*prefix.stages, stage), placed, taken, bound)
-
-    def _transfer(self, cut: int, senders: Devices, receivers: Devices) -> tuple[float, float]:
-        key = (cut, senders, receivers)
-        if key not in self._transfers:
-            self._transfers[key] = self.problem.transfer_seconds(*key)
-        return self._transfers[key]
-
-    @cached_property
-    def _numbers(self) -> dict[tuple[int, int, Devices], tuple[int, float, float, float]]:
-        return {}
-
-    @cached_property
-    def _transfers(self) -> dict[tuple[int, Devices, Devices], tuple[float, float]]:
-        return {}
 
     def _bound(self, placed: Sequence[PrefixStage], stop: int, senders: int, unused: int) -> float:
         """The largest bound from placed stages, channels, and the remaining layers."""
@@ -272,6 +256,19 @@ def _can_trade(problem: PipelineProblem, ones: Sequence[int], others: Sequence[i
         np.array_equal(matrix, matrix[np.ix_(swapped, swapped)])
         for matrix in (cluster.bandwidth, cluster.latency)
     )
+
+
+@remembered
+def _numbers(
+    problem: PipelineProblem, start: int, stop: int, devices: Devices
+) -> tuple[int, float, float, float]:
+    """The in-flight limit of a stage; its forward, its backward, and what follows, in seconds."""
+    place = start, stop, devices
+    times = problem.compute_seconds(*place)
+    return in_flight_limit(problem, *place), *times, problem.finish_seconds(*place)
+
+
+_transfer_seconds = remembered(PipelineProblem.transfer_seconds)
 
 
 class _StageTimes(NamedTuple):

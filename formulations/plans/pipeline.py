@@ -43,10 +43,11 @@ def remembered(
     function: Callable[["PipelineProblem", *Key], T],
 ) -> Callable[["PipelineProblem", *Key], T]:
     """The function of a problem and of hashable values, which searches ask again and again."""
+    name = f"{function.__module__}.{function.__qualname__}"
 
     @wraps(function)
     def known(problem: "PipelineProblem", *key: *Key) -> T:
-        table: dict[tuple[*Key], T] = problem.known[function.__qualname__]
+        table: dict[tuple[*Key], T] = problem.known[name]
         found = table.get(key)
         if found is None:
             if len(table) >= _MOST:
@@ -225,8 +226,7 @@ class PipelineProblem:
 
     @remembered
     def _shares_at(self, kind: str, samples: int) -> Floats:
-        unknown = 1.0 if self.assumed_share is None else self.assumed_share
-        return shares_on(self.chain, kind, samples, unknown)
+        return shares_on(self.chain, kind, samples, self.assumed_share or 1.0)
 
     def kernel_shares(
         self, start: int, stop: int, devices: Sequence[int]
@@ -310,11 +310,11 @@ class PipelineProblem:
 
     def round_seconds(self, volume: float, devices: Sequence[int]) -> float:
         """Half of a ring all-reduce of ``volume`` bytes: a reduce-scatter, or an all-gather."""
-        k = len(devices)
-        if k == 1:
+        if len(devices) == 1:
             return 0.0
         bandwidth, latency = self._slowest_link(tuple(devices), tuple(devices))
-        return ring_seconds(k, volume, bandwidth, latency, self.cluster.all_reduce_slowdown)
+        slowdown = self.cluster.all_reduce_slowdown
+        return ring_seconds(len(devices), volume, bandwidth, latency, slowdown)
 
     def update_seconds(self, start: int, stop: int, devices: Sequence[int]) -> float:
         """Time of the optimizer step on layers [start, stop), on the slowest of ``devices``."""

@@ -146,7 +146,10 @@ def _work(problem: PipelineProblem, structure: Structure, seconds: Floats) -> Wo
     lanes = [(s, lane) for s, one in enumerate(stages) for lane in positions(problem, one)]
     every = [_bytes_of(problem, *one) for one in zip(stages, structure.split, strict=True)]
     kept, again, offloaded, _, _ = np.array([every[s] for s, _ in lanes]).T
-    places = _lanes_of_devices([devices for _, devices in lanes], len(problem.cluster))
+    places: list[list[int]] = [[] for _ in problem.cluster.devices]
+    for n, (_, devices) in enumerate(lanes):
+        for v in devices:
+            places[v].append(n)
     return Work(
         seconds=seconds,
         split=np.array(structure.split),
@@ -164,15 +167,6 @@ def _work(problem: PipelineProblem, structure: Structure, seconds: Floats) -> Wo
         room=_room(problem, structure),
         alone=_alone(problem, structure),
     )
-
-
-def _lanes_of_devices(lanes: Sequence[Sequence[int]], size: int) -> list[list[int]]:
-    """The lanes of each of ``size`` devices."""
-    places: list[list[int]] = [[] for _ in range(size)]
-    for n, devices in enumerate(lanes):
-        for v in devices:
-            places[v].append(n)
-    return places
 
 
 def short_bytes(problem: PipelineProblem, structure: Structure) -> Floats:

@@ -51,7 +51,6 @@ from stagewright.solvers.planners.steps.proposal import (
     cost_of,
     fullest_share,
 )
-from stagewright.solvers.planners.structures.refine import refine
 from stagewright.solvers.planners.structures.reordering import reorder
 from stagewright.solvers.planners.structures.uniform import plan_uniformly
 
@@ -74,9 +73,9 @@ def plan_auto(
 
     A given plan is the first candidate, then balanced pipelines on equal groups of devices, so that
     there is a plan early. All other members search in turns: published schedules, stages that share
-    groups of devices, servers, SPP, all finite plans, large neighbourhoods of the best plan, the
-    order of its computations, a bound on its class, and the exact joint planner. What can only find
-    plans of disjoint split stages is left out where a bound proves that these are slower.
+    groups of devices, servers, SPP, all finite plans, the order of the best plan's computations, a
+    bound on its class, and the exact joint planner. What can only find plans of disjoint split
+    stages is left out where a bound proves that these are slower.
 
     A turn is measured in CPU seconds, so that the plan depends little on what else the machine
     does. It is as long as all turns of the member before it. The next turn is that of the member
@@ -122,7 +121,6 @@ class _Portfolio(planner.PlanSearch):
         self.groups.balanced = self.structures.balanced  # made once
         self.packing = PackingSearch(*given)
         self.relaxations: dict[PlanClass, ServerBounds] = {}
-        self.climbs = 0
         self.members = tuple(
             member_of(name, run, is_wanted, follows, len(self.problem.cluster))
             for name, run, is_wanted, follows in (
@@ -132,7 +130,6 @@ class _Portfolio(planner.PlanSearch):
                 ("general", self.search, self.has_time, True),
                 ("spp", self.split, self.is_unsettled, False),
                 ("spp, recomputing", self.recompute, self.is_short_of_memory, False),
-                ("refined", self.climb, self.has_plan, True),
                 ("bound", self.bound, self.is_general, True),
                 ("ordered", self.order, self.has_plan, True),
                 ("exact", self.prove, self.is_unsettled, False),
@@ -282,13 +279,6 @@ class _Portfolio(planner.PlanSearch):
 
     def split(self, limits: Limits) -> Proposal | NoPlan:
         return plan_spp(self.problem, limits, self.on_progress)
-
-    def climb(self, limits: Limits) -> Proposal | NoPlan:
-        """A search on the stages of the best plan, another one in every turn."""
-        assert self.best is not None
-        self.climbs += 1
-        limits = replace(limits, seed=limits.seed + self.climbs - 1)
-        return refine(self.problem, self.best, limits, self.on_progress)
 
     def order(self, limits: Limits) -> Proposal | NoPlan:
         """A better order of the computations of the best plan."""

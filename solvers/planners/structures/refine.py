@@ -8,7 +8,7 @@ rebuild of some of them changes nothing; the objective therefore includes a mean
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
 from time import monotonic
@@ -23,9 +23,10 @@ from stagewright.formulations.pipelines.grouped_stages import scheduling_of
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.memory import in_flight_limit
-from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.pipeline import PipelineProblem, remembered
 from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.structure import Structure, device_loads, misfit, work_of
+from stagewright.formulations.plans.timing import positions, transfers
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.forward_backward import improve
 from stagewright.solvers.pipelines.list_scheduling import list_schedule
@@ -63,15 +64,10 @@ class Priced:
 
 @dataclass(frozen=True)
 class PlainPrices:
-    """Prices of split stages on disjoint devices, with whole backwards and all activations kept.
-
-    Times of stages and transfers are remembered, as most structures differ in a few stages.
-    """
+    """Prices of split stages on disjoint devices, with whole backwards and all activations kept."""
 
     problem: PipelineProblem
     limits: Limits
-    _stages: dict[Stage, tuple[float, float, float, int]] = field(default_factory=dict)
-    _sends: dict[object, tuple[float, float]] = field(default_factory=dict)
 
     def __call__(self, structure: Structure) -> Priced | None:
         """The priced structure; None if it does not fit in memory."""
@@ -86,37 +82,18 @@ class PlainPrices:
 
     def _scheduling(self, stages: Sequence[Stage]) -> MakespanProblem | None:
         """As ``makespan_problem``."""
-        known = [self._stages.get(one) or self._stage(one) for one in stages]
+        known = [_priced_stage(self.problem, one) for one in stages]
         forward, backward, finish, limits = zip(*known, strict=True)
         if min(limits) < 1:
             return None
         ends = [(stage.layers[1], len(stage.devices)) for stage in stages]
         messages = message_seconds(self.problem, ends)
         forward, backward = (tuple(np.add(one, messages).tolist()) for one in (forward, backward))
-        sends = [self._send(one, other) for one, other in pairwise(stages)]
-        there, back = zip(*sends, strict=True) if sends else ((), ())
+        sends = [transfers(self.problem, *ends)[0] for ends in pairwise(stages)]
+        _, _, there, back = zip(*sends, strict=True) if sends else ((),) * 4
         return MakespanProblem(
             self.problem.microbatches, forward, backward, there, back, finish, limits
         )
-
-    def _stage(self, stage: Stage) -> tuple[float, float, float, int]:
-        """Forward, backward and ending in seconds, and the in-flight limit."""
-        place = (*stage.layers, [self.problem.cluster.index[name] for name in stage.devices])
-        limit = in_flight_limit(self.problem, *place)
-        found = (0.0, 0.0, 0.0, limit)
-        if limit:
-            seconds = self.problem.compute_seconds(*place)
-            found = (*seconds, self.problem.finish_seconds(*place), limit)
-        self._stages[stage] = found
-        return found
-
-    def _send(self, one: Stage, other: Stage) -> tuple[float, float]:
-        key = one.layers[1], one.devices, other.devices
-        if key not in self._sends:
-            index = self.problem.cluster.index
-            groups = [[index[name] for name in stage.devices] for stage in (one, other)]
-            self._sends[key] = self.problem.transfer_seconds(one.layers[1], *groups)
-        return self._sends[key]
 
     def _schedule(
         self, stages: tuple[Stage, ...], scheduling: MakespanProblem, bound: float, ceiling: float
@@ -131,6 +108,16 @@ class PlainPrices:
         if seconds >= ceiling:
             return None
         return seconds, partial(proposal_of, self.problem, stages, times)
+
+
+@remembered
+def _priced_stage(problem: PipelineProblem, stage: Stage) -> tuple[float, float, float, int]:
+    """Forward, backward and ending in seconds, and the in-flight limit."""
+    place = (*stage.layers, positions(problem, stage)[0])
+    limit = in_flight_limit(problem, *place)
+    if not limit:
+        return 0.0, 0.0, 0.0, limit
+    return (*problem.compute_seconds(*place), problem.finish_seconds(*place), limit)
 
 
 @dataclass(frozen=True)
