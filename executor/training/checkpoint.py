@@ -45,6 +45,11 @@ class Header:
     format: Literal["stagewright-checkpoint"] = "stagewright-checkpoint"
     version: Literal[1] = 1
 
+    @property
+    def seen(self) -> int:
+        """The mini-batches of the run."""
+        return self.steps * self.accumulate
+
 
 def save(
     folder: Path,
