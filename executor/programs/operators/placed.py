@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from stagewright.executor.programs.trace import RankAction, TracedStep
+from stagewright.formulations.operators.check import divided_graph
 from stagewright.formulations.operators.plan import (
     OperatorPlan,
     PlacedOperator,
     SplitChoice,
     Transfer,
 )
-from stagewright.formulations.operators.splitting import split_graph
 from stagewright.formulations.plans.actions import Action, ActionKind, parse_action
 from stagewright.formulations.plans.plan import ScheduledAction
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
@@ -103,10 +103,7 @@ def place_graph(plan: OperatorPlan, graph: StepGraph) -> PlacedGraph:
     Raises InvalidPlan if the plan does not place every operator of the graph after its splits
     exactly once.
     """
-    try:
-        split = split_graph(graph, plan.splits)
-    except InputError as error:
-        raise InvalidPlan(str(error)) from None
+    split = divided_graph(graph, plan)
     names = [one.operator for one in plan.operators]
     for name in names:
         if name not in split.index:
