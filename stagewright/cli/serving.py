@@ -18,7 +18,7 @@ from stagewright.graphs.documents.units import (
     parse_bytes,
     parse_duration,
 )
-from stagewright.service.requests import Option
+from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -21,7 +21,7 @@ from stagewright.cli.console import (
 from stagewright.cli.options import OnRay, Served, Written
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_seconds
-from stagewright.service.requests import Option
+from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.client import Client, JobState
