@@ -169,11 +169,8 @@ class _ClusterRun:
 
     def arrivals(self) -> None:
         """Add the jobs that have arrived; they enter between rounds."""
-        while (following := self.coming.peek()) is not None:
-            number, job = following
-            if job.arrival_seconds > self.now:
-                return
-            next(self.coming)
+        while (first := self.coming.peek()) and first[1].arrival_seconds <= self.now:
+            number, job = next(self.coming)
             kind = self.table.index.get(job.kind)
             if kind is None:
                 counts = " or ".join(map(str, counts_of(job.kind)))
@@ -186,14 +183,14 @@ class _ClusterRun:
             self.changed = True
 
     def finished(self) -> bool:
-        window = self.window
-        if window is None:
-            return not self.active and self.coming.peek() is None
-        while self.measured < window.stop and self.measured < len(self.outcomes):
+        is_empty = not self.active and self.coming.peek() is None
+        if self.window is None:
+            return is_empty
+        while self.measured < min(self.window.stop, len(self.outcomes)):
             if self.outcomes[self.measured] is None:
                 return False
             self.measured += 1
-        return self.measured == window.stop or (not self.active and self.coming.peek() is None)
+        return self.measured == self.window.stop or is_empty
 
     def due(self) -> bool:
         """Whether a new allocation is due."""
