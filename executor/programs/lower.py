@@ -32,10 +32,8 @@ from stagewright.executor.programs.transfers import (
     with_early_sends,
     with_transfers,
 )
-from stagewright.executor.programs.verification.transfers import (
-    PipelineProgress,
-    require_same_sides,
-)
+from stagewright.executor.programs.verification.progress import PipelineProgress
+from stagewright.executor.programs.verification.transfers import require_same_sides
 from stagewright.formulations.plans.actions import (
     COMPUTE,
     Action,

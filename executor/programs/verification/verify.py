@@ -31,8 +31,8 @@ from stagewright.executor.programs.program import (
     plan_devices,
     stages_on,
 )
+from stagewright.executor.programs.verification.progress import PipelineProgress
 from stagewright.executor.programs.verification.transfers import (
-    PipelineProgress,
     require_same_sides,
     require_transfers,
     require_versions,
