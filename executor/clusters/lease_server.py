@@ -4,7 +4,6 @@ The durable part is :class:`JobStore`; grants are lost with the scheduler. All t
 server's clock; leases are granted in steps, so that the clocks of workers do not matter.
 """
 
-import os
 import shutil
 import time
 from collections.abc import Iterable
@@ -14,6 +13,7 @@ from urllib.parse import quote
 
 from stagewright.executor.clusters.job_store import JobRecord, JobStore
 from stagewright.executor.clusters.leases import Grant, JobLeaseLostError, partial_checkpoint
+from stagewright.graphs.documents import documents
 
 _CONTACT = 0.75  # of a round: from then on it must be known whether a lease is renewed
 AHEAD = (
@@ -210,11 +210,7 @@ class LeaseServer:
         folder = _folder_of(self.folder, job)
         path = folder / f"epoch-{held.epoch:08d}-step-{step:010d}"
         partial_checkpoint(folder, held.epoch).rename(path)
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        documents.flush(folder)
         self.store.commit(job, held.epoch, step, path)
         _clean(folder, held.epoch)
 

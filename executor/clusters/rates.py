@@ -111,30 +111,8 @@ class DownAccelerators:
 
     def working(self, table: RateTable) -> RateTable:
         """``table`` for the accelerators that are up."""
-        if not self.lost:
-            return table
-        accelerators, alone = [], table.alone.copy()
-        for position, accelerator in enumerate(table.pool.accelerators):
-            left = self.mechanism.available(position)
-            size = accelerator.per_server
-            accelerators.append(
-                replace(
-                    accelerator,
-                    count=max(left, 1),
-                    per_server=size if size and left and left % size == 0 else None,
-                )
-            )
-            alone[(table.uses > left) & (table.accelerator == position)] = 0.0
-        kept = np.flatnonzero(alone[table.first, table.worker] > 0)
-        return replace(
-            table,
-            pool=replace(table.pool, accelerators=tuple(accelerators)),
-            alone=alone,
-            first=table.first[kept],
-            second=table.second[kept],
-            worker=table.worker[kept],
-            paired=table.paired[kept],
-        )
+        left = map(self.mechanism.available, range(len(table.pool.accelerators)))
+        return surviving(table, [*left]) if self.lost else table
 
     def _fail(self, outage: Outage) -> None:
         """Apply a failure; an accelerator that is already down stays down until the later end."""
@@ -234,15 +212,7 @@ def surviving(table: RateTable, left: Sequence[int]) -> RateTable:
     room = np.array(left)[table.accelerator]
     alone = np.where(table.uses <= room, table.alone, 0.0)
     kept = (alone[table.first, table.worker] > 0) & (alone[table.second, table.worker] > 0)
-    return replace(
-        table,
-        pool=Pool(tuple(accelerators)),
-        alone=alone,
-        first=table.first[kept],
-        second=table.second[kept],
-        worker=table.worker[kept],
-        paired=table.paired[kept],
-    )
+    return replace(table.with_pairs(kept), pool=Pool(tuple(accelerators)), alone=alone)
 
 
 def measured(table: RateTable, rates: Iterable[MeasuredRate], weight: float) -> RateTable:

@@ -159,23 +159,18 @@ class _ClusterRun:
             if self.due():
                 self.reset()
                 if on_progress is not None:
-                    on_progress(self.progress())
+                    counts = len(self.outcomes), self.completed, len(self.active)
+                    on_progress(ClusterState(self.now, *counts))
             if self.rules.ideal:
                 self.flow()
             else:
                 self.round(keep_assignments)
         return self.timeline()
 
-    def progress(self) -> ClusterState:
-        return ClusterState(self.now, len(self.outcomes), self.completed, len(self.active))
-
     def arrivals(self) -> None:
         """Add the jobs that have arrived; they enter between rounds."""
-        while (following := self.coming.peek()) is not None:
-            number, job = following
-            if job.arrival_seconds > self.now:
-                return
-            next(self.coming)
+        while (first := self.coming.peek()) and first[1].arrival_seconds <= self.now:
+            number, job = next(self.coming)
             kind = self.table.index.get(job.kind)
             if kind is None:
                 counts = " or ".join(map(str, counts_of(job.kind)))
@@ -188,14 +183,14 @@ class _ClusterRun:
             self.changed = True
 
     def finished(self) -> bool:
-        window = self.window
-        if window is None:
-            return not self.active and self.coming.peek() is None
-        while self.measured < window.stop and self.measured < len(self.outcomes):
+        is_empty = not self.active and self.coming.peek() is None
+        if self.window is None:
+            return is_empty
+        while self.measured < min(self.window.stop, len(self.outcomes)):
             if self.outcomes[self.measured] is None:
                 return False
             self.measured += 1
-        return self.measured == window.stop or (not self.active and self.coming.peek() is None)
+        return self.measured == self.window.stop or is_empty
 
     def due(self) -> bool:
         """Whether a new allocation is due."""
@@ -313,10 +308,7 @@ class _ClusterRun:
             one = self.active[job]
             if steps and len(assignment.jobs) == 1:
                 self.measure(one.kind, assignment.worker)
-            one.left -= steps
-            one.since_reset += steps
-            if one.left <= DONE * one.job.steps:
-                self.complete(one, start + seconds)
+            self.proceed(one, steps, start + seconds)
 
     def measure(self, kind: int, worker: int) -> None:
         """Let the policy know a rate; a new allocation is due if it took it for another."""
@@ -325,7 +317,12 @@ class _ClusterRun:
             self.believed, self.changed = known, True
             self.corrected.append(place_of_rate(self.table, kind, worker))
 
-    def complete(self, one: ActiveJob, finish: float) -> None:
+    def proceed(self, one: ActiveJob, steps: float, finish: float) -> None:
+        """Count the steps of a job, which may be its last ones."""
+        one.left -= steps
+        one.since_reset += steps
+        if one.left > DONE * one.job.steps:
+            return
         self.settle_one(one)
         self.outcomes[one.number] = SimulatedJob(one.job, finish, one.isolated_seconds)
         del self.active[one.number]
@@ -335,10 +332,9 @@ class _ClusterRun:
 
     def wait(self) -> None:
         """Advance to the next event."""
-        times = [self.now + self.rules.reset_seconds] if self.changed and self.active else []
-        if self.changed and self.active and self.last_reset:
-            times = [self.last_reset + self.rules.reset_seconds]
-        times += self.events()
+        times = self.events()
+        if self.changed and self.active:
+            times.append((self.last_reset or self.now) + self.rules.reset_seconds)
         later = [time for time in times if time > self.now]
         if not later:
             names = ", ".join(repr(one.job.name) for one in self.active.values())
@@ -373,10 +369,7 @@ class _ClusterRun:
         for number, end in ends.items():
             one = self.active[number]
             steps = one.left if end <= self.now else min(one.left, self.speeds[number] * length)
-            one.left -= steps
-            one.since_reset += steps
-            if one.left <= DONE * one.job.steps:
-                self.complete(one, end)
+            self.proceed(one, steps, end)
         busy = sum((self.usage[number] for number in ends), np.zeros(len(self.busy)))
         self.busy += busy * length
         self.rounds.append(TimelineRound(start, self.now, len(ends), tuple(busy.tolist())))

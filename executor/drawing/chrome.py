@@ -1,7 +1,7 @@
 """Chrome traces of plans."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stagewright.executor.drawing.colours import KIND_NAMES
@@ -21,10 +21,7 @@ def chrome_trace(plan: PipelinePlan) -> str:
     shown = phases(plan)
     if shown is not None:
         processes["period"] = (4, "periods")
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
-        for pid, name in processes.values()
-    ]
+    events = process_names(processes)
     for tid, row in enumerate(timeline(plan, max_device_rows=None)):
         pid = processes[row.group][0]
         place = {"pid": pid, "tid": tid}
@@ -37,6 +34,14 @@ def chrome_trace(plan: PipelinePlan) -> str:
         place = {"pid": processes["period"][0], "tid": 0}
         events += [_slice(name, "period", place, begin, end) for name, begin, end in shown.spans]
     return trace_text(plan, events)
+
+
+def process_names(processes: Mapping[str, tuple[int, str]]) -> list[dict[str, Any]]:
+    """The events that give processes their names."""
+    return [
+        {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
+        for pid, name in processes.values()
+    ]
 
 
 def trace_text(plan: PipelinePlan | OperatorPlan, events: Sequence[dict[str, Any]]) -> str:

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from stagewright.executor.drawing.charts.chart import lanes_png
-from stagewright.executor.drawing.chrome import trace_text
+from stagewright.executor.drawing.chrome import process_names, trace_text
 from stagewright.executor.drawing.colours import (
     CRITICAL_COLOUR,
     DARK_COLOURS,
@@ -14,7 +14,7 @@ from stagewright.executor.drawing.colours import (
 )
 from stagewright.executor.drawing.lanes import Bar, BarKind, Drawing, Lane, Mark
 from stagewright.executor.drawing.timeline import time_unit
-from stagewright.executor.drawing.web.render import render
+from stagewright.executor.drawing.web.render import bound_bars, render
 from stagewright.formulations.operators.plan import OperatorPlan, loads_of
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.graphs.documents.units import format_bytes, format_seconds
@@ -149,17 +149,8 @@ def _bounds(plan: OperatorPlan) -> list[dict[str, Any]]:
         return []
     cost = plan.certificate.cost_seconds
     ordered = sorted(plan.certificate.bounds, key=lambda one: -one.seconds)
-    found = [("this plan", "", cost), *((b.proved_by, b.plans, b.seconds) for b in ordered)]
-    return [
-        {
-            "proved_by": who,
-            "plans": plans,
-            "kind": "problem",
-            "text": format_seconds(seconds),
-            "percent": f"{100 * min(1.0, seconds / (cost or 1.0)):.2f}",
-        }
-        for who, plans, seconds in found
-    ]
+    rows = [("this plan", "", cost), *((b.proved_by, b.plans, b.seconds) for b in ordered)]
+    return bound_bars(((who, plans, "problem", seconds) for who, plans, seconds in rows), cost)
 
 
 def drawing(plan: OperatorPlan, most: int | None = None) -> Drawing:
@@ -176,10 +167,7 @@ def drawing(plan: OperatorPlan, most: int | None = None) -> Drawing:
 def chrome_trace(plan: OperatorPlan) -> str:
     """The placement in Chrome's trace event format; times in microseconds."""
     processes = {"device": (1, "devices"), "sends": (2, "transfers")}
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
-        for pid, name in processes.values()
-    ]
+    events = process_names(processes)
     for tid, row in enumerate(lanes(plan, None)):
         place = {"pid": processes[row.group][0], "tid": tid}
         events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": row.name}})

@@ -20,7 +20,7 @@ from stagewright.executor.drawing.timeline import (
 )
 from stagewright.executor.drawing.topology import HEAD as TOPOLOGY_HEAD
 from stagewright.executor.drawing.topology import topology, topology_rows
-from stagewright.executor.drawing.web.render import Chart, Series, render
+from stagewright.executor.drawing.web.render import Chart, Series, bound_bars, render
 from stagewright.executor.simulation.explanation import (
     PlanExplanation,
     explain_plan,
@@ -328,16 +328,7 @@ def _bounds(plan: PipelinePlan) -> list[dict[str, Any]]:
             rows.append((who, of, scope, seconds))
         else:
             others.append((who, of, "outside", seconds))
-    return [
-        {
-            "proved_by": who,
-            "plans": of,
-            "kind": scope,
-            "text": format_seconds(seconds),
-            "percent": f"{100 * min(1.0, seconds / (cost or 1.0)):.2f}",
-        }
-        for who, of, scope, seconds in rows + others
-    ]
+    return bound_bars(rows + others, cost)
 
 
 def _head(plan: PipelinePlan) -> tuple[str, ...]:

@@ -333,14 +333,17 @@ def lower(plan: PipelinePlan, families: Families = ()) -> Program:
     be kept as it asks. `verify` finds everything else. ``families``: stages whose updates depend on
     each other's gradients.
     """
+    rows = with_versions(plan, with_updates(plan, without_updates(plan), families))
+    return Program(plan_devices(plan), tuple(map(tuple, rows)))
+
+
+def without_updates(plan: PipelinePlan) -> Rows:
+    """Every rank's computations, transfers and all-reduces."""
     rows = computations(plan)
     rows = with_transfers(plan, rows)
     rows = with_early_sends(plan, rows)
     rows = with_early_receives(plan, rows)
-    rows = with_reductions(plan, rows)
-    rows = with_updates(plan, rows, families)
-    rows = with_versions(plan, rows)
-    return Program(plan_devices(plan), tuple(map(tuple, rows)))
+    return with_reductions(plan, rows)
 
 
 def computations(plan: PipelinePlan) -> Rows:

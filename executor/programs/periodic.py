@@ -22,10 +22,9 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from stagewright.executor.programs.lower import (
-    computations,
     lower,
     position_of_update,
-    with_reductions,
+    without_updates,
 )
 from stagewright.executor.programs.program import (
     SENDS,
@@ -47,7 +46,6 @@ from stagewright.executor.programs.transfers import (
     starts,
     with_early_receives,
     with_early_sends,
-    with_transfers,
 )
 from stagewright.formulations.plans.actions import COMPUTE, FLUSH, Action, ActionKind, F, Operation
 from stagewright.formulations.plans.plan import PipelinePlan
@@ -65,12 +63,7 @@ def lower_backward_first(plan: PipelinePlan, families: Families = ()) -> Periodi
     depend on each other's gradients; there may be none.
     """
     _require_own_updates(plan, families)
-    rows = computations(plan)
-    rows = with_transfers(plan, rows)
-    rows = with_early_sends(plan, rows)
-    rows = with_early_receives(plan, rows)
-    rows = with_reductions(plan, rows)
-    rows = with_late_updates(plan, rows)
+    rows = with_late_updates(plan, without_updates(plan))
     first, last = _part(rows, ahead=True), _part(rows, ahead=False)
     window = tuple(tuple(_ahead(plan, one) for one in row) for row in rows)
     m = plan.microbatches

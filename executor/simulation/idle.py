@@ -7,7 +7,7 @@ from enum import StrEnum
 from math import inf
 
 from stagewright.executor.simulation.run import Run
-from stagewright.formulations.plans.actions import ON_DEVICE, REDUCE, SEND_B, SEND_F, F
+from stagewright.formulations.plans.actions import REDUCE, SEND_B, SEND_F, F
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 
 
@@ -48,14 +48,10 @@ def idle_spans(run: Run, before: list[list[int]], end: float) -> Iterator[Idle]:
     before that, for other devices. From when a later forward of the device could start, its order
     keeps the forward back, as the microbatches in flight fill memory.
     """
-    own: dict[str, list[int]] = {name: [] for stage in run.plan.stages for name in stage.devices}
-    for i, action in enumerate(run.actions):
-        if action.kind in ON_DEVICE:
-            own[run.plan.actions[i].device].append(i)
     reductions = _reductions(run)
     ready = {} if run.plan.is_backward_first else _ready_forwards(run)
     tolerance = RELATIVE_TOLERANCE * end
-    for device, entries in own.items():
+    for device, entries in run.by_device().items():
         parts = _of_device(run, before, entries, reductions[device], ready, end)
         for cause, start, finish in parts:
             if finish - start > tolerance:

@@ -58,6 +58,16 @@ class Run:
     sub: frozenset[int] = frozenset()
     shares: tuple[float, ...] = ()
 
+    def by_device(self) -> dict[str, list[int]]:
+        """The entries that each device computes."""
+        own: dict[str, list[int]] = {
+            name: [] for stage in self.plan.stages for name in stage.devices
+        }
+        for i, action in enumerate(self.actions):
+            if action.kind in ON_DEVICE:
+                own[self.plan.actions[i].device].append(i)
+        return own
+
 
 def prepared_run(problem: PipelineProblem, plan: PipelinePlan, factors: Mapping[str, float]) -> Run:
     """The simulated actions with the cost model's seconds."""

@@ -319,10 +319,7 @@ def _per_device(
 
 def _covered(run: Run, outcome: RunTimes) -> dict[str, float]:
     """Per used device the time in which one of its streams computes, or both."""
-    own: dict[str, list[int]] = {name: [] for stage in run.plan.stages for name in stage.devices}
-    for i, action in enumerate(run.actions):
-        if action.kind in ON_DEVICE:
-            own[run.plan.actions[i].device].append(i)
+    own = run.by_device()
     starts, ends = np.array(outcome.starts), np.array(outcome.ends)
     return {name: covered_seconds(starts[entries], ends[entries]) for name, entries in own.items()}
 

@@ -45,6 +45,11 @@ class Header:
     format: Literal["stagewright-checkpoint"] = "stagewright-checkpoint"
     version: Literal[1] = 1
 
+    @property
+    def seen(self) -> int:
+        """The mini-batches of the run."""
+        return self.steps * self.accumulate
+
 
 def save(
     folder: Path,
@@ -115,7 +120,7 @@ def _write(
     sums = _shared_sums(partial, group)
     if is_first:
         _put(partial / SUMS, _as_text(sums))
-        _sync(partial)
+        documents.flush(partial)
 
 
 def _write_tensors(
@@ -142,7 +147,7 @@ def _publish(partial: Path, path: Path) -> None:
     for damaged in (one for one in _complete(folder) if _steps(one) >= _steps(path)):
         _remove(damaged)  # the run has resumed from an older one
     partial.rename(path)
-    _sync(folder)
+    documents.flush(folder)
     for old in _complete(folder)[:-KEPT]:
         _remove(old)
 
@@ -331,12 +336,3 @@ def _remove(path: Path) -> None:
 def _cause(error: "CheckpointException") -> BaseException:
     """The failure of the first rank that had one."""
     return next(iter(error.failures.values()))[0]
-
-
-def _sync(folder: Path) -> None:
-    """Flush a folder's directory entries to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -248,7 +248,8 @@ def train(
     told = tell if member.rank == 0 else lambda _: None
     path = checkpoint.find(task.checkpoints, task.resume, task.header(task.steps), told)
     readers = task.readers(member.rank)
-    batches = readers.each(partial(task.batches, member.rank, 0 if path is None else _seen(path)))
+    read = 0 if path is None else checkpoint.read_header(path).seen
+    batches = readers.each(partial(task.batches, member.rank, read))
     ahead = next(batches)
     executor = task.executor(ahead, member.device)
     if path is not None:
@@ -349,13 +350,7 @@ def devices_of_any(plan: PipelinePlan | OperatorPlan) -> tuple[str, ...]:
 def _resume(executor: _AnyExecutor, path: Path) -> None:
     checkpoint.require_same_model(path, executor.state())
     keys = executor.wanted(checkpoint.read_kinds(path))
-    executor.load_state(checkpoint.read(path, keys), _seen(path))
-
-
-def _seen(path: Path) -> int:
-    """The mini-batches of the run that wrote a checkpoint."""
-    header = checkpoint.read_header(path)
-    return header.steps * header.accumulate
+    executor.load_state(checkpoint.read(path, keys), checkpoint.read_header(path).seen)
 
 
 def _step(
@@ -396,7 +391,5 @@ def _write_results(task: Task, executor: _AnyExecutor) -> None:
             write_parameters(task.parameters, parameters)
     if task.model_folder is not None:
         write_model(task.model_folder, task.model, executor)
-    if task.trace is not None:
-        trace = executor.trace_on_first_rank()
-        if trace is not None:
-            save_trace(trace, task.trace)
+    if task.trace is not None and (trace := executor.trace_on_first_rank()) is not None:
+        save_trace(trace, task.trace)

@@ -264,10 +264,10 @@ def polytope(problem: AllocationProblem, groups: Groups) -> Polytope:
     paired = table.paired[pair][side_pair, side] * kept[side_group, table.worker[pair][side_pair]]
     rate.add(side_group, variable, twice * paired)
 
-    rows = _Rows()
+    rows: _Rows = []
     count = len(groups)
     upper = np.concatenate([1.0 / groups.peak, table.counts])
-    rows.add(limits.matrix(len(upper), columns), np.full(len(upper), -np.inf), upper)
+    rows.append((limits.matrix(len(upper), columns), np.full(len(upper), -np.inf), upper))
     _add_servers(rows, problem, groups, alone_group, alone_worker, pair, columns)
     apart = _add_coupling(rows, groups, itself, sides, side_column, columns_alone, columns)
     most = np.empty(columns)
@@ -282,7 +282,7 @@ def polytope(problem: AllocationProblem, groups: Groups) -> Polytope:
     return Polytope(
         problem,
         groups,
-        *rows.merged(),
+        *_merged(rows),
         most,
         rate.matrix(count, columns),
         used.matrix(len(table.workers), columns),
@@ -297,22 +297,16 @@ def polytope(problem: AllocationProblem, groups: Groups) -> Polytope:
     )
 
 
-class _Rows:
-    def __init__(self) -> None:
-        self.parts: list[tuple[sparse.csr_array, Floats, Floats]] = []
+_Rows = list[tuple[sparse.csr_array, Floats, Floats]]
+"""Matrices of rows with their least and most values."""
 
-    def add(self, matrix: sparse.csr_array, lower: Floats, upper: Floats) -> None:
-        self.parts.append((matrix, lower, upper))
 
-    def merged(self) -> tuple[sparse.csr_array, Floats, Floats]:
-        if len(self.parts) == 1:
-            return self.parts[0]
-        matrices, lowers, uppers = zip(*self.parts, strict=True)
-        return (
-            sparse.csr_array(sparse.vstack(matrices, format="csr")),
-            np.concatenate(lowers),
-            np.concatenate(uppers),
-        )
+def _merged(parts: _Rows) -> tuple[sparse.csr_array, Floats, Floats]:
+    if len(parts) == 1:
+        return parts[0]
+    matrices, lowers, uppers = zip(*parts, strict=True)
+    matrix = sparse.csr_array(sparse.vstack(matrices, format="csr"))
+    return matrix, np.concatenate(lowers), np.concatenate(uppers)
 
 
 def _useful_pairs(problem: AllocationProblem, groups: Groups) -> Ints:
@@ -367,11 +361,9 @@ def _add_servers(
     kind = np.concatenate([groups.kind[alone_group], table.first[pair]])
     worker_of = np.concatenate([alone_worker, table.worker[pair]])
     for _, parts, servers in server_rows(table):
-        chosen = np.flatnonzero(parts[kind, worker_of])
-        entries = _Triplets()
-        part = parts[kind[chosen], worker_of[chosen]]
-        entries.add(np.zeros(len(chosen), dtype=np.int64), chosen, part)
-        rows.add(entries.matrix(1, columns), np.array([-np.inf]), np.array([float(servers)]))
+        row = sparse.csr_array(parts[kind, worker_of][None, :])
+        row.resize(1, columns)
+        rows.append((row, np.array([-np.inf]), np.array([float(servers)])))
 
 
 def _add_coupling(
@@ -395,16 +387,13 @@ def _add_coupling(
     sums.add(row.reshape(-1), side_column[own], 1.0)
     total = np.where(itself[keys // 2], 2.0, 1.0)
     sums.add(np.arange(len(keys)), columns_alone + keys // 2, -total)
-    rows.add(sums.matrix(len(keys), columns), np.zeros(len(keys)), np.zeros(len(keys)))
+    rows.append((sums.matrix(len(keys), columns), np.zeros(len(keys)), np.zeros(len(keys))))
     # Two or more jobs of equal shares have at most half each, whatever the group has.
     at_risk = np.flatnonzero(own & itself[pair] & (groups.peak[group] > 0.5))
     if len(at_risk):
         apart = _Triplets()
         apart.add(np.arange(len(at_risk)), side_column[at_risk], groups.peak[group[at_risk]])
         apart.add(np.arange(len(at_risk)), columns_alone + pair[at_risk], -1.0)
-        rows.add(
-            apart.matrix(len(at_risk), columns),
-            np.full(len(at_risk), -np.inf),
-            np.zeros(len(at_risk)),
-        )
+        least, most = np.full(len(at_risk), -np.inf), np.zeros(len(at_risk))
+        rows.append((apart.matrix(len(at_risk), columns), least, most))
     return group[at_risk]

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import Kind, Rate, Throughputs, counts_of
 from stagewright.graphs.workloads.pool import Pool
@@ -56,6 +56,13 @@ class RateTable:
     def accelerator(self) -> Ints:
         """Position in the pool of each worker type's accelerator, shape (workers,)."""
         return np.array([worker.accelerator for worker in self.workers])
+
+    def with_pairs(self, kept: Bools) -> "RateTable":
+        """The table with some of its pairs, shape (pairs,)."""
+        parts = {
+            name: getattr(self, name)[kept] for name in ("first", "second", "worker", "paired")
+        }
+        return replace(self, **parts)
 
     def agnostic(self) -> "RateTable":
         """The table for a policy that does not distinguish accelerators: best rates, no pairs.

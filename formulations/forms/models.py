@@ -196,7 +196,7 @@ def by_disjunctions(form: Intervals) -> LinearProgram:
     integral = np.r_[np.zeros(n + 1, dtype=bool), np.ones(binaries, dtype=bool)]
     return LinearProgram(
         cost=np.r_[np.zeros(n), 1.0, np.zeros(binaries)],
-        matrix=_sparse(rows, n + 1 + binaries),
+        matrix=sparse_rows(rows, n + 1 + binaries),
         row_lower=np.array(least),
         row_upper=np.full(len(rows), np.inf),
         lower=np.r_[np.zeros(n), float(form.lower_bound), np.zeros(binaries)],
@@ -210,7 +210,8 @@ def starts_of(values: Floats, intervals: int) -> Ints:
     return np.round(values[:intervals]).astype(np.int64)
 
 
-def _sparse(rows: list[dict[int, float]], columns: int) -> "sparse.csr_array":
+def sparse_rows(rows: list[dict[int, float]], columns: int) -> "sparse.csr_array":
+    """The matrix of rows that are given as values by column."""
     from scipy import sparse  # slow to import
 
     lengths = [len(row) for row in rows]

@@ -166,11 +166,15 @@ def require_valid(graph: StepGraph, cluster: Cluster, plan: OperatorPlan) -> flo
 
 def problem_of(graph: StepGraph, cluster: Cluster, plan: OperatorPlan) -> OperatorProblem:
     """The problem after the plan's splits; raises InvalidPlan if one does not fit."""
+    return operator_problem(divided_graph(graph, plan), cluster, plan.contention)
+
+
+def divided_graph(graph: StepGraph, plan: OperatorPlan) -> StepGraph:
+    """The graph after the plan's splits; raises InvalidPlan if one does not fit."""
     try:
-        split = split_graph(graph, plan.splits)
+        return split_graph(graph, plan.splits)
     except InputError as error:
         raise InvalidPlan(str(error)) from None
-    return operator_problem(split, cluster, plan.contention)
 
 
 def timetable_of(problem: OperatorProblem, plan: OperatorPlan) -> GraphTimes:

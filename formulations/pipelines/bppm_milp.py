@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from scipy import sparse
 
-from stagewright.formulations.forms.models import LinearProgram
+from stagewright.formulations.forms.models import LinearProgram, sparse_rows
 from stagewright.formulations.pipelines.bppm import BalancedPartition, StageChoice
 from stagewright.formulations.plans.memory import in_flight_limit
 from stagewright.graphs.documents.arrays import Floats
@@ -69,7 +68,7 @@ class ByAssignment:
         right = np.r_[1.0, np.zeros(len(flow) - 1)]
         return LinearProgram(
             cost=np.r_[np.zeros(size), unit],
-            matrix=_sparse([*flow, *loads], size + 1),
+            matrix=sparse_rows([*flow, *loads], size + 1),
             row_lower=np.r_[right, np.full(len(loads), -np.inf)],
             row_upper=np.r_[right, np.zeros(len(loads))],
             lower=np.zeros(size + 1),
@@ -190,14 +189,3 @@ def _loads(numbers: Sequence[int], seconds: Floats, offset: int, bottleneck: int
     for x, (n, time) in enumerate(zip(numbers, seconds.tolist(), strict=True), start=offset):
         rows.setdefault(n, {bottleneck: -1.0})[x] = time
     return list(rows.values())
-
-
-def _sparse(rows: Rows, columns: int) -> sparse.csr_array:
-    return sparse.csr_array(
-        (
-            np.array([value for row in rows for value in row.values()], dtype=float),
-            np.array([column for row in rows for column in row], dtype=np.int32),
-            np.cumsum([0, *(len(row) for row in rows)], dtype=np.int32),
-        ),
-        shape=(len(rows), columns),
-    )

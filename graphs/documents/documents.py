@@ -294,6 +294,15 @@ def _replace(path: str | os.PathLike[str], data: bytes) -> None:
             os.unlink(temporary)
 
 
+def flush(path: str | os.PathLike[str]) -> None:
+    """Flush a file, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def first_problem(error: ValidationError, document: Any = None) -> str:
     """The first problem as ``field.path[3]: message, got value``, and the number of others.
 

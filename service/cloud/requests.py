@@ -11,7 +11,8 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_count
 from stagewright.graphs.workloads.prices import HOUR, MAX_GPUS, Market, Preemptions
 from stagewright.service.answers import CARRIED, Answer, Finite
-from stagewright.service.requests import Option, Request, require_positive
+from stagewright.service.options import Option
+from stagewright.service.requests import Request, require_positive
 
 if TYPE_CHECKING:
     from stagewright.formulations.cloud.switching import Plan, SwitchingProblem

@@ -21,7 +21,8 @@ from stagewright.graphs.documents.units import (
 from stagewright.graphs.workloads.jobs import Throughputs, Workload, load_workload
 from stagewright.graphs.workloads.poisson import LOADS
 from stagewright.graphs.workloads.pool import Pool, read_pool
-from stagewright.service.requests import Option, Request, SearchRequest, require_positive
+from stagewright.service.options import Option
+from stagewright.service.requests import Request, SearchRequest, require_positive
 
 MOST_ROUNDS = 100_000
 

@@ -36,7 +36,8 @@ from stagewright.service.layouts.requests import (
     MemoryRequest,
 )
 from stagewright.service.layouts.tuning import TuneRequest, TuneSearch
-from stagewright.service.requests import Option, Request
+from stagewright.service.options import Option
+from stagewright.service.requests import Request
 
 if TYPE_CHECKING:
     from stagewright.graphs.importers.measured_runs import MeasuredIteration

@@ -29,7 +29,8 @@ from stagewright.graphs.models.modules import EVERY_SET, OFFLOAD, WHOLE, require
 from stagewright.graphs.models.towers import with_inputs
 from stagewright.graphs.models.tuning import tuned_with
 from stagewright.service.layouts.problems import training_problem
-from stagewright.service.requests import Option, Request, itself
+from stagewright.service.options import Option, itself
+from stagewright.service.requests import Request
 from stagewright.solvers.parallelism.space import Space
 
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2}

@@ -15,7 +15,8 @@ from stagewright.graphs.machines.rates import (
     rates_named,
 )
 from stagewright.service.answers import CARRIED, Answer, Finite, NotebookAnswer, ShownAnswer
-from stagewright.service.requests import Option, Request
+from stagewright.service.options import Option
+from stagewright.service.requests import Request
 
 
 class RatesRequest(Request):

@@ -16,7 +16,8 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.rates import Feature
 from stagewright.service.answers import CARRIED, Answer, Finite, NotebookAnswer, ShownAnswer
 from stagewright.service.layouts.failures import GoodputAnswer
-from stagewright.service.requests import Option, Request
+from stagewright.service.options import Option
+from stagewright.service.requests import Request
 from stagewright.solvers.parallelism.space import Space
 
 if TYPE_CHECKING:

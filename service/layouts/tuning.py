@@ -29,7 +29,8 @@ from stagewright.service.answers import (
     ShownAnswer,
 )
 from stagewright.service.layouts.requests import LayoutRequest, frameworks
-from stagewright.service.requests import Option, Request
+from stagewright.service.options import Option
+from stagewright.service.requests import Request
 from stagewright.solvers.parallelism.space import Space
 
 if TYPE_CHECKING:

@@ -27,7 +27,8 @@ from stagewright.graphs.documents.units import (
 from stagewright.graphs.importers.dnn_partitioning import Workload
 from stagewright.graphs.importers.piper import PiperWorkload, load_partition_problem
 from stagewright.service.answers import Answer, Finite
-from stagewright.service.requests import Option, SearchRequest, require_positive
+from stagewright.service.options import Option
+from stagewright.service.requests import SearchRequest, require_positive
 
 _MOST_SAMPLES = 10**9
 _ONE_CALL = "placements with one contiguous call for each accelerator"

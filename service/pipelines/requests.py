@@ -23,7 +23,8 @@ from stagewright.graphs.documents.units import (
 )
 from stagewright.graphs.machines.cluster import Cluster, load_cluster
 from stagewright.graphs.models.chain import Chain, load_model
-from stagewright.service.requests import Option, Request, SearchRequest, number_or_auto
+from stagewright.service.options import Option, number_or_auto
+from stagewright.service.requests import Request, SearchRequest
 
 Recomputation = Literal["none", "full", "layer", "auto"]
 

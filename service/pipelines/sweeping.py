@@ -23,9 +23,10 @@ from stagewright.graphs.machines.parts import first_devices, with_memory
 from stagewright.graphs.models.chain import Chain, load_model
 from stagewright.service.answers import Answer, Finite
 from stagewright.service.engines import Engine, Pieces, results
+from stagewright.service.options import Option, itself, listed, whole
 from stagewright.service.pipelines.answers import PlanAnswer, StageAnswer
 from stagewright.service.pipelines.requests import PlanRequest, Recomputation
-from stagewright.service.requests import Option, SearchRequest, itself, listed, whole
+from stagewright.service.requests import SearchRequest
 
 MOST_POINTS = 10_000
 

@@ -12,7 +12,8 @@ from stagewright.formulations.schedules.published.kinds import KINDS, OPTIMAL
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_LAYERS, require_amount, require_count
 from stagewright.service.answers import CARRIED, Answer, Finite
-from stagewright.service.requests import Option, SolveRequest, itself, whole_numbers
+from stagewright.service.options import Option, itself, whole_numbers
+from stagewright.service.requests import SolveRequest
 from stagewright.service.schedules.setting import RULES, SCHEDULES, ScheduleSetting, setting_of
 
 if TYPE_CHECKING:

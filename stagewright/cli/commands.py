@@ -34,7 +34,7 @@ from stagewright.cli.completing import completion
 from stagewright.cli.outputs import Named, Writes, writing
 from stagewright.cli.pages import Page
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service.requests import Option
+from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.service.requests import Request

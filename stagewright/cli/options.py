@@ -11,7 +11,7 @@ from pydantic import Field
 from stagewright.cli.commands import CommandOptions
 from stagewright.cli.outputs import Writes
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service.requests import Option
+from stagewright.service.options import Option
 
 T = TypeVar("T")
 

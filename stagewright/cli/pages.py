@@ -34,7 +34,7 @@ PANELS: dict[str, dict[str, str]] = {
         "export": "pipelines.exporting",
     },
     "The planning service": {
-        "serve": "serving", "token": "serving", "backup": "serving", "jobs": "serving",
+        "serve": "serving", "token": "serving", "backup": "serving", "jobs": "solving",
     },
     "Clusters and jobs": {
         "price-jobs": "clusters.allocating", "allocate": "clusters.allocating",

@@ -12,8 +12,9 @@ import stagewright
 from stagewright.cli.commands import Asked, CommandOptions, command, command_of, fields_of
 from stagewright.cli.pages import Commands
 from stagewright.service.clusters.requests import AllocateRequest
+from stagewright.service.options import Option, listed, whole
 from stagewright.service.pipelines.requests import PartitionRequest, PlanRequest
-from stagewright.service.requests import Option, SearchRequest, listed, whole
+from stagewright.service.requests import SearchRequest
 from stagewright.service.schedules.requests import ScheduleRequest
 
 COMMANDS = Commands()

@@ -19,7 +19,7 @@ from planning_jobs import TWO_JOBS, plan_request, traced
 from profiles import slow_after
 from served import served
 
-from stagewright.cli.serving import _row
+from stagewright.cli.solving import _row
 from stagewright.client import JobState
 from stagewright.executor.export import FORMATS
 from stagewright.executor.export.layouts import EVERY_FORMAT

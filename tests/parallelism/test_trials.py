@@ -158,7 +158,7 @@ def test_every_claim_is_recomputed() -> None:
     ):  # fmt: skip
         candidates = (changed, *document.candidates[1:])
         assert violations(replace(document, candidates=candidates, claim=None), compiled_walk())
-    assert parse(Tuning, to_json(document), "it", document.format, 1).claim == claim
+    assert parse(Tuning, to_json(document), "it").claim == claim
 
 
 def test_candidates_are_the_fastest_of_the_class() -> None:

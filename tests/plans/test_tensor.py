@@ -255,7 +255,7 @@ def test_documents_keep_the_degree(tmp_path: Any) -> None:
     save_plan(plan, tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json") == plan
     text = documents.to_json(problem.chain)
-    assert documents.parse(Chain, text, "model", problem.chain.format, 1) == problem.chain
+    assert documents.parse(Chain, text, "model") == problem.chain
     assert "tensor" not in documents.to_json(small_problem().chain)
     assert '"tensor": "any"' in documents.to_json(PlanClass(tensor="any"))
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from profiles import examples
 from random_steps import graphs
 
-from stagewright.executor.programs.operators.lower import lower_operators
-from stagewright.executor.programs.operators.placed import place_graph
+from stagewright.executor.programs.operators.placed import lower_operators, place_graph
 from stagewright.executor.programs.operators.verify import verify_operators
 from stagewright.executor.programs.program import Instruction, InvalidProgram, Program
 from stagewright.formulations.operators.splitting import split_graph

@@ -18,9 +18,7 @@ def answered(request: RoundsRequest) -> RoundsAnswer:
 
 def document(answer: RoundsAnswer) -> ClusterRound:
     assert answer.launch is not None
-    return documents.parse(
-        ClusterRound, answer.launch.files["round.json"], "it", "stagewright-round", 1
-    )
+    return documents.parse(ClusterRound, answer.launch.files["round.json"], "it")
 
 
 def write(files: dict[str, str], folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Pages from templates: one file each, which loads nothing and works offline."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -10,6 +10,7 @@ from typing import Any, Literal
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from stagewright.executor.drawing.lanes import packed
+from stagewright.graphs.documents.units import format_seconds
 
 Style = Literal["steps", "dashes", "points"]
 
@@ -56,6 +57,20 @@ class Chart:
                 for one in self.series
             ],
         }
+
+
+def bound_bars(rows: Iterable[tuple[str, str, str, float]], cost: float) -> list[dict[str, str]]:
+    """Bars of bounds: who proved each, of which plans, its kind, and its seconds of the cost."""
+    return [
+        {
+            "proved_by": who,
+            "plans": plans,
+            "kind": kind,
+            "text": format_seconds(seconds),
+            "percent": f"{100 * min(1.0, seconds / (cost or 1.0)):.2f}",
+        }
+        for who, plans, kind, seconds in rows
+    ]
 
 
 FOLDER = "stagewright.executor.drawing.web"

@@ -10,8 +10,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from stagewright.executor.capture.steps.step import CapturedStep, capture_step, share_of
-from stagewright.executor.programs.operators.lower import lower_operators
-from stagewright.executor.programs.operators.placed import PlacedGraph, devices_of, traced_operators
+from stagewright.executor.programs.operators.placed import (
+    PlacedGraph,
+    devices_of,
+    lower_operators,
+    traced_operators,
+)
 from stagewright.executor.programs.operators.verify import verify_operators
 from stagewright.executor.training.interpreter.last_stage import NonFiniteLoss
 from stagewright.executor.training.losses import Loss

@@ -10,7 +10,6 @@ import numpy as np
 from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem, throughput
 from stagewright.formulations.clusters.policies import fifo
 from stagewright.formulations.clusters.polytope import Polytope, group_by, polytope
-from stagewright.formulations.clusters.rates import RateTable
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.forms.models import weak_duality_bound
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
@@ -109,7 +108,7 @@ def _in_runs(problem: AllocationProblem, value: Floats, floor: Floats, limits: L
     while True:
         run = np.empty(len(problem), dtype=np.int64)
         run[order] = np.cumsum(starts) - 1
-        some = replace(problem, table=_with_pairs(problem.table, pairs))
+        some = replace(problem, table=problem.table.with_pairs(pairs))
         valid = polytope(some, group_by(some, run))
         form = fifo.value_program(valid, value, floor)
         left = replace(limits, seconds=max(0.0, until - perf_counter()))
@@ -141,16 +140,6 @@ def _first_pairs(problem: AllocationProblem, value: Floats, floor: Floats, limit
         time = answer.values[len(valid.alone_group) :][: len(valid.pair)]
         pairs[valid.pair[time > 0]] = True
     return pairs
-
-
-def _with_pairs(table: RateTable, chosen: Bools) -> RateTable:
-    return replace(
-        table,
-        first=table.first[chosen],
-        second=table.second[chosen],
-        worker=table.worker[chosen],
-        paired=table.paired[chosen],
-    )
 
 
 def _first_runs(kind: Ints, held: Bools) -> Bools:

@@ -30,7 +30,7 @@ from stagewright.service.clusters.requests import (
     PriceJobsRequest,
     RunClusterRequest,
 )
-from stagewright.service.requests import Option
+from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.service.clusters.answers import (

@@ -14,7 +14,7 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.prices import save_market
 from stagewright.service.cloud.requests import CloudRequest
-from stagewright.service.requests import Option
+from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.graphs.workloads.prices import Market, Preemptions

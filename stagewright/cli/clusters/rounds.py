@@ -12,7 +12,7 @@ from stagewright.graphs.documents.documents import write_file
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.answers import Answer
 from stagewright.service.clusters.requests import RoundsRequest
-from stagewright.service.requests import Option
+from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.service.clusters.answers import AssignmentAnswer, RoundsAnswer

@@ -15,7 +15,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.gavel import read_gavel, read_throughputs
 from stagewright.graphs.workloads.jobs import load_workload
 from stagewright.service.clusters.requests import ArrivalsRequest, SimulateClusterRequest
-from stagewright.service.requests import Option
+from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.executor.clusters.simulation import ClusterState

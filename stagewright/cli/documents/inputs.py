@@ -15,7 +15,7 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.documents import to_json
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import counted, parse_share
-from stagewright.service.requests import Option
+from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.graphs.machines.cluster import Cluster

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from stagewright.cli.console import print_table, say, tell
 from stagewright.cli.options import Printed
 from stagewright.graphs.documents.units import format_bytes
-from stagewright.service.requests import Option
+from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.service.known import DevicesAnswer, FrameworksAnswer, ModelsAnswer

@@ -16,7 +16,7 @@ from stagewright.graphs.documents.units import (
     parse_bytes,
     parse_latency,
 )
-from stagewright.service.requests import Option
+from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.graphs.machines.cluster import Cluster, Device, Link

@@ -13,7 +13,7 @@ from stagewright.formulations.parallelism.document import save_layout
 from stagewright.graphs.documents.documents import write_file
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import parse_duration
-from stagewright.service.requests import Option
+from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.cli.layouts.layouts import TrainPlanOptions

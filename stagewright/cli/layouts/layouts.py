@@ -26,7 +26,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.service.layouts.configured import MemoryInputs, TrainPlanInputs
 from stagewright.service.layouts.requests import LayoutAnswer, LayoutMemoryAnswer, LayoutRequest
 from stagewright.service.layouts.told.layouts import bytes_in_range, shortage_lines
-from stagewright.service.requests import Option, one_or_several
+from stagewright.service.options import Option, one_or_several
 
 if TYPE_CHECKING:
     from stagewright.executor.export.runs.arguments import TrainingRun

@@ -17,7 +17,7 @@ from stagewright.graphs.machines.rates import RateSet, Spread
 from stagewright.service.layouts.configured import CalibrateInputs
 from stagewright.service.layouts.inputs import MachineInputs
 from stagewright.service.layouts.rates import RateSetAnswer, RatesRequest, find_rates
-from stagewright.service.requests import Option
+from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.graphs.importers.measured_runs import MeasuredIteration

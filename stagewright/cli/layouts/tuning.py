@@ -18,7 +18,7 @@ from stagewright.graphs.documents.documents import write_file
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_seconds
 from stagewright.service.layouts.configured import TuneInputs
-from stagewright.service.requests import Option
+from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.formulations.parallelism.trials import Trial, Tuning

@@ -13,8 +13,8 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.graphs.models.chain import load_model, save_model
+from stagewright.service.options import Option
 from stagewright.service.pipelines.requests import CompareRequest
-from stagewright.service.requests import Option
 
 if TYPE_CHECKING:
     from stagewright.executor.measuring.causes import Explanation, TimeCause

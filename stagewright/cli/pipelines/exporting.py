@@ -11,7 +11,7 @@ from stagewright.cli.outputs import Named, Writes, require_apart, require_folder
 from stagewright.graphs.documents.documents import write_file
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.service.answers import ExportAnswer
-from stagewright.service.requests import Option
+from stagewright.service.options import Option
 
 
 class ExportOptions(Printed):

@@ -29,8 +29,8 @@ from stagewright.formulations.schedules.published.kinds import ScheduleChoice
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_seconds
 from stagewright.graphs.models.chain import Chain
+from stagewright.service.options import Option, number_or_auto, whole_numbers
 from stagewright.service.pipelines.requests import PlanRequest
-from stagewright.service.requests import Option, number_or_auto, whole_numbers
 
 if TYPE_CHECKING:
     from stagewright.executor.drawing.page import StageSummary

@@ -30,8 +30,8 @@ from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.documents.units import format_seconds
 from stagewright.graphs.machines.cluster import load_cluster
 from stagewright.graphs.models.chain import load_model
+from stagewright.service.options import Option
 from stagewright.service.pipelines.requests import CheckRequest, SimulateRequest
-from stagewright.service.requests import Option
 
 if TYPE_CHECKING:
     from stagewright.executor.simulation.difference import PlanDifference

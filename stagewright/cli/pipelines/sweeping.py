@@ -25,9 +25,9 @@ from stagewright.cli.solving import answer_of, find, planning_engine
 from stagewright.graphs.documents.documents import write_file
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import counted, format_bytes
+from stagewright.service.options import Option
 from stagewright.service.pipelines.requests import PlanRequest
 from stagewright.service.pipelines.sweeping import SweepAnswer, SweepRequest, SweepRow
-from stagewright.service.requests import Option
 
 if TYPE_CHECKING:
     from stagewright.service.pipelines.answers import WhatIfAnswer

@@ -10,8 +10,8 @@ from stagewright.cli.solving import find
 from stagewright.graphs.documents.documents import read_text
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.service.operators.dividing import DivideAnswer, DividedSet, DivideRequest
+from stagewright.service.options import Option
 from stagewright.service.pipelines.requests import PartitionRequest
-from stagewright.service.requests import Option
 from stagewright.service.schedules.requests import JobShopRequest
 
 if TYPE_CHECKING:

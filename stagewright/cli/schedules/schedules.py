@@ -26,7 +26,7 @@ from stagewright.cli.solving import find
 from stagewright.formulations.schedules.published.kinds import KINDS
 from stagewright.graphs.documents.documents import write_file
 from stagewright.graphs.documents.errors import InputError
-from stagewright.service.requests import Option
+from stagewright.service.options import Option
 from stagewright.service.schedules.requests import (
     CompareSchedulesRequest,
     MemoryCurveRequest,

@@ -12,7 +12,7 @@ from stagewright.cli.documents.inputs import hand_out
 from stagewright.cli.options import Modelled, Repeated, Updated, Written, read_sizes
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import parse_bytes
-from stagewright.service.requests import Option
+from stagewright.service.options import Option
 
 TIMEOUT_SECONDS = 60.0  # a rank's limit for waiting for another one
 

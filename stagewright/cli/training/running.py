@@ -19,7 +19,7 @@ from stagewright.cli.outputs import Writes, is_document, require_folder
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.service.answers import Evaluated, TrainedAnswer
-from stagewright.service.requests import Option
+from stagewright.service.options import Option
 
 if TYPE_CHECKING:
     from stagewright.executor.training.logs import OnStep, StepReport
