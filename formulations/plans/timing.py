@@ -386,7 +386,11 @@ def are_sent(stages: Sequence[Stage], s: int, microbatches: int) -> list[bool]:
     return sent.tolist()
 
 
-@remembered
 def positions(problem: PipelineProblem, stage: Stage) -> list[list[int]]:
     """The positions of the devices of every lane."""
-    return [[problem.cluster.index[name] for name in lane] for lane in stage.lanes]
+    return _positions(problem, stage.lanes)
+
+
+@remembered
+def _positions(problem: PipelineProblem, lanes: tuple[tuple[str, ...], ...]) -> list[list[int]]:
+    return [[problem.cluster.index[name] for name in lane] for lane in lanes]
