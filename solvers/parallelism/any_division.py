@@ -154,7 +154,8 @@ class SplitBounds(FittingPipelines):
         there, own = self._work
         hop, tied = self._hops
         p, (first, block) = self.ranks, self._ends
-        before, between = (p - 1) / p, (p - 1) * (p - 2) / (2 * p)
+        before = 1 - 1 / p
+        between = before * (p - 2) / 2
         ahead = first[1] * before + block[1] * between + (p - 1) / 2 * hop
         back = (first[0] - first[2]) * before + (block[0] - block[2]) * between + (p - 1) * hop
         found = np.maximum(self.m * there / p + back + tied, self.m * own / p + ahead)

@@ -140,7 +140,7 @@ def test_the_bound_of_equal_groups_is_proved_again() -> None:
 
 def test_what_the_restriction_costs_is_said() -> None:
     problem = named(small_problem())
-    found = plan_for("nemo", problem, "auto", Limits(1.0), silent, Choices())
+    found = plan_for("nemo", problem, "auto", Limits(60.0, gap=0.9), silent, Choices())
     known = found.restriction
     assert known is not None
     assert known.name == "NeMo AutoModel"
