@@ -310,7 +310,7 @@ def test_bounds_are_not_above_the_best_division(case) -> None:
     assert found.best.seconds == pytest.approx(best, rel=1e-8)
 
 
-@examples(60, phases=UNSHRUNK)
+@examples(200, phases=UNSHRUNK)
 @given(problems(12, 16), st.integers(0, 2**32))
 def test_closed_bounds_are_below_every_division(problem, seed) -> None:
     chance = Random(seed)
@@ -319,6 +319,8 @@ def test_closed_bounds_are_below_every_division(problem, seed) -> None:
     bounds = {one.layout: one.bound for one in every.plain(lambda: math.inf)}
     layouts = _layouts(problem, chance, 60)
     for number, layout in enumerate(layouts):
+        # Where there is nothing to divide, ZeRO may take less memory, and is not in the class.
+        layout = replace(layout, zero=_open(problem, layout).zero)
         found = evaluate(problem, layout)
         bound = closed(every, layout)
         assert found.seconds >= bound * (1 - 1e-9)
@@ -340,7 +342,8 @@ def closed(every: AnyDivision, layout: Layout) -> float:
     bounds = of.several if layout.chunks > 1 else of.plain
     size, ranks = of.places(layout.microbatch, layout.pipeline)
     keeping = every.keepings.index((layout.zero, layout.offload_optimizer))
-    assert of.without_bubbles[..., size, ranks].min() <= bounds[..., size, ranks].min()
+    without_bubbles = of.without_bubbles[..., size, ranks].min()
+    assert without_bubbles <= bounds[..., size, ranks].min() * (1 + 1e-12)
     return float(bounds[int(layout.placement == "pipeline-inside"), keeping, size, ranks])
 
 
