@@ -78,16 +78,16 @@ def _least(problem, modes, count, flight) -> float:
             first, slowest = 0, 0.0
             for g, (ends, size) in enumerate(zip(pairwise((0, *cuts, layers)), sizes, strict=True)):
                 held = min(problem.microbatches, math.ceil(flight * (count - g)))
-                ways = _ways(*ends, tuple(names[first : first + size]), modes)
+                ways = _ways(problem, *ends, tuple(names[first : first + size]), modes)
                 fitting = (_seconds(problem, one) for one in ways if _fits(problem, one, held))
                 slowest, first = max(slowest, min(fitting, default=math.inf)), first + size
             least = min(least, slowest)
     return least
 
 
-def _ways(start, stop, devices, modes) -> Iterator[list[Stage]]:
+def _ways(problem, start, stop, devices, modes) -> Iterator[list[Stage]]:
     """A group's stages: its first layers with every mode."""
-    for kind in ("split", "round-robin")[: len(devices)]:
+    for kind in ("split", "round-robin")[: 1 + (1 < len(devices) <= problem.microbatches)]:
         yield [Stage((start, stop), devices, kind)]
         for mode, cut in product(modes[1:], range(start + 1, stop + 1)):
             rest = [Stage((cut, stop), devices, kind)] if cut < stop else []

@@ -9,7 +9,7 @@ group is fastest, as BPPM does without recomputation.
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import lru_cache
 
 import numpy as np
 
@@ -56,7 +56,9 @@ class _Search:
         self.units = len(self.order) // self.unit
         self.places = np.linspace(0, count, min(count, MOST_CUTS) + 1).astype(np.int64)
         self.alike: dict[tuple[object, ...], _Group] = {}
-        self.bytes_of, self.fitting = cache(self._bytes_of), cache(self._fitting)
+        # Clusters of many kinds have many groups, each with tables of some megabytes.
+        self.bytes_of = lru_cache(maxsize=16)(self._bytes_of)
+        self.fitting = lru_cache(maxsize=256)(self._fitting)
 
     def pipelines(self, flight: float) -> Iterator[tuple[Stage, ...]]:
         """The pipelines with ``flight`` times the microbatches in flight of 1F1B."""
@@ -76,7 +78,7 @@ class _Search:
             self._first(used, size, turns, count, rest[used - size])
             for size in SIZES
             if size <= used
-            for turns in (False, True)[: 1 + (size * self.unit > 1)]
+            for turns in (False, True)[: 1 + (1 < size * self.unit <= self.problem.microbatches)]
         ]
         seconds = np.array([one for one, _ in found])
         which, every = seconds.argmin(axis=0), np.arange(len(self.places))
@@ -87,9 +89,9 @@ class _Search:
         devices = self._devices(used, size)
         kinds = sorted(self.problem.cluster.devices[v].kind for v in devices)
         room = float(self.problem.memory_bytes[list(devices)].min())
-        group = self.alike.setdefault((turns, room, *kinds), (devices, turns))
+        group = self.alike.setdefault((turns, *kinds), (devices, turns))
         held = -(-count // len(devices)) if turns else count
-        seconds, modes, cuts = self.fitting(group, held)
+        seconds, modes, cuts = self.fitting(group, room, held)
         slowest = np.maximum(seconds, rest[0])
         stop, every = slowest.argmin(axis=1), np.arange(len(self.places))
         sizes, turned = np.full_like(stop, size), np.full_like(stop, turns)
@@ -101,9 +103,8 @@ class _Search:
         first = (self.units - used) * self.unit
         return self.order[first : first + size * self.unit]
 
-    def _fitting(self, group: _Group, count: int) -> tuple[Floats, Ints, Ints]:
-        """Least seconds, modes and cuts of a group that holds ``count`` microbatches, (P, P)."""
-        room = float(self.problem.memory_bytes[list(group[0])].min())
+    def _fitting(self, group: _Group, room: float, count: int) -> tuple[Floats, Ints, Ints]:
+        """Least seconds, modes and cuts with ``count`` microbatches in ``room`` bytes, (P, P)."""
         seconds, static, every = self.bytes_of(group)
         found = np.array([
             np.where(static + (count - 1) * kept + alone <= room, seconds, np.inf)
