@@ -32,7 +32,7 @@ from stagewright.solvers.planners.steps.members import (
 from stagewright.solvers.planners.steps.proposal import NoPlan
 
 SECONDS = 2.0
-NAMES = ("published", "servers", "grouped", "general", "spp", "spp, recomputing")
+NAMES = ("published", "servers", "grouped", "general", "spp")
 MOST_DEVICES = 128
 NEAR = 1.01  # times the best cost
 TIMES = 0.85, 1.75, 2.4  # CPU seconds at which plans are compared
@@ -143,8 +143,6 @@ def simulated(problem: PipelineProblem, its: Courses, known: Promises, end: floa
     began, best = _balanced(its)
     now, devices = began, len(problem.cluster)
     promises = promises_of(problem, math.isfinite(best), known)
-    if problem.memory_limit_bytes is None:
-        del promises["spp, recomputing"]
     every = [member_of(name, _nothing, bool, False, devices) for name in promises]
     for one in every:
         one.promise = promises[one.name]

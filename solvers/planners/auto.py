@@ -44,7 +44,6 @@ from stagewright.solvers.planners.steps.members import (
 from stagewright.solvers.planners.steps.proposal import (
     Attempt,
     Choices,
-    MemoryMode,
     NoPlan,
     Proposal,
     class_of_proposal,
@@ -52,7 +51,6 @@ from stagewright.solvers.planners.steps.proposal import (
     fullest_share,
 )
 from stagewright.solvers.planners.structures.reordering import reorder
-from stagewright.solvers.planners.structures.uniform import plan_uniformly
 
 _GOOD_ENOUGH = 1e-6  # relative gap
 FULL = 0.5  # share of a device's memory above which recomputation may pay off
@@ -129,7 +127,6 @@ class _Portfolio(planner.PlanSearch):
                 ("grouped", self.group, self.has_time, True),
                 ("general", self.search, self.has_time, True),
                 ("spp", self.split, self.is_unsettled, False),
-                ("spp, recomputing", self.recompute, self.is_short_of_memory, False),
                 ("bound", self.bound, self.is_general, True),
                 ("ordered", self.order, self.has_plan, True),
                 ("exact", self.prove, self.is_unsettled, False),
@@ -314,19 +311,10 @@ class _Portfolio(planner.PlanSearch):
     def has_plan(self) -> bool:
         return self.best is not None and self.has_time()
 
-    def is_short_of_memory(self) -> bool:
-        """Whether recomputation is allowed and the best plan nearly fills some device's memory."""
-        allowed = self.choices.recompute != "none" and self.has_time()
-        return allowed and (self.best is None or self.fullest > FULL)
-
-    def recompute(self, limits: Limits) -> Proposal | NoPlan:
-        """SPP's plan with recomputation in every stage, as a start for the general search."""
-        mode: MemoryMode = "layer" if self.choices.recompute == "layer" else "full"
-        return plan_uniformly(plan_spp, self.problem, limits, self.on_progress, (mode,))
-
     def publish(self, limits: Limits) -> Proposal | NoPlan:
         """The best published schedule; with recomputation where memory is short."""
-        modes = self.choices.any_mode.recomputations if self.is_short_of_memory() else ("none",)
+        is_short = self.best is None or self.fullest > FULL
+        modes = self.choices.any_mode.recomputations if is_short else ("none",)
         return self.schedules.run(self.cost, modes, limits)
 
     def group(self, limits: Limits) -> Proposal | NoPlan:

@@ -1,8 +1,9 @@
 """Search over all finite plans: any mapping and replication, split backwards, memory savings.
 
-Initial structures are those of known plans and balanced pipelines. The best of them are varied,
-then improved by hill climbing with restarts. A structure is scheduled only if its lower bound is
-below the best cost.
+Initial structures are those of known plans and balanced pipelines; where no plan is known, also
+pipelines that recompute as little as memory asks for. The best of them are varied, then improved
+by hill climbing with restarts. A structure is scheduled only if its lower bound is below the best
+cost.
 """
 
 import math
@@ -56,6 +57,7 @@ from stagewright.solvers.planners.steps.proposal import (
 from stagewright.solvers.planners.steps.warm_start import warm_start
 from stagewright.solvers.planners.structures.arrangements import balanced_pipelines
 from stagewright.solvers.planners.structures.moves import StructureMoves
+from stagewright.solvers.planners.structures.recomputing import recomputing_pipelines
 
 STARTS = 6  # structures that hill climbing starts from
 _KICKS = 3  # random moves between a local optimum and the next start
@@ -176,6 +178,9 @@ class StructureSearch:
 
     def _search(self) -> Iterator[bool]:
         """The steps of the search, without end; True: without new seeds there is little left."""
+        if not self.seeds:  # no other search came first, or none found a plan
+            recomputing = recomputing_pipelines(self.problem, self.choices.recomputations)
+            yield from self._try_all(recomputing)
         varied = (one for seed in [*self.seeds] for one in self.moves.variants(seed))
         yield from self._try_all(chain(varied, copy(self.balanced)))
         yield from self._try_all(self.moves.relieved(copy(self.balanced)))

@@ -14,7 +14,7 @@ from stagewright.solvers.planners.steps.proposal import NoPlan, Proposal
 PlanWithin = Callable[[Limits], Proposal | NoPlan]
 FIRST_TURN = 0.1  # CPU seconds of a member's first turn; each turn is as long as all before it
 _LONGER = "servers", "spp"  # whose first plan takes longer on more devices
-_ANEW = "spp", "spp, recomputing", "exact"  # which keep nothing from turn to turn
+_ANEW = "spp", "exact"  # which keep nothing from turn to turn
 _DEVICES, _MOST_TIMES = 16, 6  # a first turn for so many, and at most so many times as long
 _MANY = 64  # devices; on more, SPP is the first to find what is good
 _PER_SAMPLE = 8  # microbatches from which round-robin replicas may win
@@ -72,12 +72,12 @@ class Member:
 PROMISES = {
     "": {
         "published": 0.35, "servers": 0.2, "grouped": 0.5, "general": 0.1, "bound": 0.025,
-        "spp": 0.02, "spp, recomputing": 0.05, "ordered": 0.05, "exact": 0.005,
+        "spp": 0.02, "ordered": 0.05, "exact": 0.005,
     },
     "many devices": {"servers": 0.9, "spp": 0.85, "published": 0.2},
     "few layers": {"servers": 0.28},
     "no balanced plan": {
-        "published": 0.6, "spp": 0.2, "spp, recomputing": 0.15, "general": 0.5, "grouped": 0.2,
+        "published": 0.6, "spp": 0.2, "general": 0.5, "grouped": 0.2,
     },
     "many microbatches": {"general": 1.5, "spp": 0.03, "grouped": 0.2},
 }  # fmt: skip
