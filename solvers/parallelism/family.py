@@ -290,7 +290,7 @@ class LayerFamily:
             charges, head = self.problem.charges, self.shares.head
             charged = [charges("pipeline transfers")] * 2 + [charges("data exchange")] * 4
             ranks = pipeline * FORMS[schedule].copies
-            placed = _placed_rates(self.problem.fabric, self.split, self.left, ranks, key[1])
+            placed = placed_rates(self.problem.fabric, self.split, self.left, ranks, key[1])
             rows = [(*rates, tied_seconds(self.problem, one, head)) for one, rates in placed]
             self._rates_of[key] = np.array(rows) * [*charged, True]
         return self._rates_of[key]
@@ -314,7 +314,7 @@ def simply_placed(problem: TrainingProblem, layout: Layout) -> Layout:
 
 
 @lru_cache(maxsize=1 << 14)
-def _placed_rates(
+def placed_rates(
     fabric: Fabric, split: LayerSplit, left: int, pipeline: int, schedule: Schedule
 ) -> list[tuple[Layout, tuple[float, ...]]]:
     """The placements that are possible, and their rates of hops and gathers."""
