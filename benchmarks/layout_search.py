@@ -12,6 +12,7 @@ from stagewright.graphs.importers.hf_config import architecture_of
 from stagewright.graphs.machines.groups import ends, links
 from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.service.layouts.problems import training_problem
+from stagewright.solvers.parallelism.family import placed_rates
 from stagewright.solvers.parallelism.refining import FoundLayouts, search, work_alike
 from stagewright.solvers.parallelism.tree import compiled_walk
 
@@ -85,6 +86,7 @@ def timed(case: Case, run: int, folded: bool) -> tuple[float, FoundLayouts]:
     asked = replace(asked, architecture=replace(asked.architecture, name=f"{run} {folded}"))
     links.cache_clear()
     ends.cache_clear()
+    placed_rates.cache_clear()
     started = process_time()
     found = search(asked, alike=work_alike) if folded else search(asked)
     return process_time() - started, found

@@ -42,9 +42,11 @@ def share_time(
     recompute: Recompute,
     put_off: bool,
 ) -> LayerTime:
-    """:func:`layer_time`, remembered; a layer that sends nothing to experts has it once for all."""
+    """:func:`layer_time`, remembered, once for all degrees and treatments that change nothing."""
     if not share.dispatched and split.expert > 1:
         split = LayerSplit(split.tensor, split.context, 1, split.sequence_parallel)
+    if not share.is_block:
+        recompute = "none"
     return _layer_time(alike(problem, split), share, split, samples, recompute, put_off)
 
 

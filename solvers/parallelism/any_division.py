@@ -327,7 +327,7 @@ class SplitBounds(FittingPipelines):
         whole = LayerParameters(trained.shared.sum(), trained.expert.sum())
         every = []
         for zero, offload in self.of.keepings:
-            number = (self.divided(whole) if zero else whole.all) / self.ranks
+            number = (self.family.divided(whole, self.data) if zero else whole.all) / self.ranks
             host = problem.fabric.host_bytes_per_second
             if not offload:
                 every.append(problem.processor.update_seconds(number))

@@ -15,14 +15,12 @@ from stagewright.formulations.parallelism.schedules import (
     first_forwards,
     kept_forwards,
 )
-from stagewright.formulations.parallelism.states import state_rule
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.models.shards import Recompute
 from stagewright.solvers.parallelism.any_division import SplitBounds
 from stagewright.solvers.parallelism.divisions import DivisionTable, replicas
 from stagewright.solvers.parallelism.family import LayerParameters
-
-ROUNDING = 1e-9
+from stagewright.solvers.parallelism.fitting import ROUNDING, state_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,22 +155,17 @@ class Bounds:
             return self.held
         return self.family.trained.each(self.table.by_rank)
 
-    def _part(self, of: LayerParameters) -> Floats:
-        """A rank's part of its parameters if ranks with equal parameters divide them."""
-        split = self.family.split
-        ranks = split.context * self.sized.data
-        experts = np.maximum(1, split.tensor * ranks // split.expert)
-        found: Floats = of.shared / ranks[self.of] + of.expert / experts[self.of]
-        return found
-
     @cached_property
     def _trained_part(self) -> Floats:
-        return self._part(self.trained)
+        return self.family.divided(self.trained, self.sized.data[self.of])
 
     def room(self, memory: float, keeping: Keeping) -> Floats:
         """Bytes that every rank has for activations."""
-        alone, in_pipeline = (self._states(keeping, one) for one in (False, True))
-        states = np.where(self.table.pipeline[self.of] > 1, in_pipeline, alone)
+        trained = every = self._trained_part, self.trained.all
+        if self.held is not self.trained:
+            every = self.family.divided(self.held, self.sized.data[self.of]), self.held.all
+        ranks = self.table.pipeline[self.of]
+        states = state_bytes(self.problem, keeping.zero, keeping.offload, ranks, trained, every)
         found: Floats = memory - self.problem.reserve_bytes - states - self._gathered(keeping)
         return found
 
@@ -197,21 +190,6 @@ class Bounds:
     def has_blocks(self) -> Bools:
         """Whether every rank has a stage with blocks."""
         return self.sized.flying_with_blocks > 0
-
-    def _states(self, keeping: Keeping, in_pipeline: bool) -> Floats:
-        """Bytes of every rank's states, if all are in pipelines or none is."""
-        rule = state_rule(
-            self.problem, keeping.zero, offload=keeping.offload, in_pipeline=in_pipeline
-        )
-        part, whole = self._trained_part, self.trained.all
-        each = (rule.weights, rule.gradients, rule.optimizer)
-        found = sum((size * (part if one else whole) for size, one in each), np.zeros(len(whole)))
-        if self.trained is self.held:
-            return found
-        divided = rule.weights[1]
-        every = self._part(self.held) if divided else self.held.all
-        frozen: Floats = every - (part if divided else whole)
-        return found + frozen * self.problem.precision.weight_bytes
 
     def kept(self, recompute: Recompute) -> Floats:
         """Bytes of activations that every rank keeps at the least, with the logits' gradient."""

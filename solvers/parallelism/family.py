@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from stagewright.formulations.parallelism.states import tied_seconds
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.prices.collectives import gather_seconds, pace
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
-from stagewright.graphs.machines.groups import Group, GroupWays, links
+from stagewright.graphs.machines.fabric import Fabric
+from stagewright.graphs.machines.groups import GroupWays, ends, links
 from stagewright.graphs.models.shards import LayerShare, LayerSplit, Recompute, Shares
 
 
@@ -74,6 +76,24 @@ def _work(
         for one in times
     ]
     return SplitLayerWork(*np.array(rows).T[:, _places(of)])
+
+
+@lru_cache(maxsize=1 << 14)
+def _repeated_seconds(
+    problem: TrainingProblem,
+    of: Shares,
+    split: LayerSplit,
+    samples: int,
+    kinds: tuple[Recompute, ...],
+    off: bool,
+) -> float:
+    """The least that recomputation adds to a backward in problems that are alike."""
+    return min(
+        share_time(problem, one, split, samples, kind, off).backward
+        - share_time(problem, one, split, samples, "none", off).backward
+        for one in of.kinds
+        for kind in kinds
+    )
 
 
 @lru_cache(maxsize=1 << 12)
@@ -162,17 +182,22 @@ class LayerFamily:
     ) -> float:
         """The least seconds by which recomputation of these kinds makes a backward longer."""
         off = FORMS[schedule].is_split
-        return min(
-            share_time(self.problem, one, self.split, samples, kind, off).backward
-            - share_time(self.problem, one, self.split, samples, "none", off).backward
-            for one in self.shares.kinds
-            for kind in kinds
-        )
+        return _repeated_seconds(self._alike, self.shares, self.split, samples, (*kinds,), off)
 
     def can_divide_experts(self, data: Ints, schedule: Schedule) -> Bools:
         """Whether so many replicas, copies among them, divide the experts evenly."""
         ranks = self.replica * data // FORMS[schedule].copies
         found: Bools = ranks % self.split.expert == 0
+        return found
+
+    def divided(self, of: "LayerParameters", data: Ints) -> Floats:
+        """The part of parameters of every one of the ranks that have them all, if they divide them.
+
+        These are context ranks and so many replicas.
+        """
+        ranks = self.split.context * data
+        experts = np.maximum(1, self.split.tensor * ranks // self.split.expert)
+        found: Floats = of.shared / ranks + of.expert / experts
         return found
 
     def are_alone(self, data: Ints) -> Bools:
@@ -262,40 +287,51 @@ class LayerFamily:
         """
         key: tuple[int, Schedule] = (pipeline, schedule if FORMS[schedule].copies > 1 else "1f1b")
         if key not in self._rates_of:
-            self._rates_of[key] = np.array(
-                [
-                    (
-                        *self._hop_rate(one.pipeline_group),
-                        *self._gather_rate(one.data_group),
-                        *self._gather_rate(one.expert_group),
-                        tied_seconds(self.problem, one, self.shares.head),
-                    )
-                    for one in self._placed(pipeline * FORMS[schedule].copies, key[1])
-                ]
-            )
+            charges, head = self.problem.charges, self.shares.head
+            charged = [charges("pipeline transfers")] * 2 + [charges("data exchange")] * 4
+            ranks = pipeline * FORMS[schedule].copies
+            placed = placed_rates(self.problem.fabric, self.split, self.left, ranks, key[1])
+            rows = [(*rates, tied_seconds(self.problem, one, head)) for one, rates in placed]
+            self._rates_of[key] = np.array(rows) * [*charged, True]
         return self._rates_of[key]
 
-    def _hop_rate(self, group: Group) -> tuple[float, float]:
-        if not self.problem.charges("pipeline transfers"):
-            return 0.0, 0.0
-        return _hop_rate(links(self.problem.fabric, group))
 
-    def _gather_rate(self, group: Group) -> tuple[float, float]:
-        if not self.problem.charges("data exchange"):
-            return 0.0, 0.0
-        return _gather_rate(links(self.problem.fabric, group))
-
-    def _placed(self, pipeline: int, schedule: Schedule) -> list[Layout]:
-        """The placements that are possible."""
-        split, data = self.split, self.left // pipeline
-        one = Layout(
-            pipeline=pipeline,
-            tensor=split.tensor,
-            context=split.context,
-            data=data,
-            expert=split.expert if self.replica * data % split.expert == 0 else 1,
-            schedule=schedule,
+def simply_placed(problem: TrainingProblem, layout: Layout) -> Layout:
+    """The layout with its data ranks nearer if all its links are those of nearer stages too."""
+    if layout.placement == "data-inside":
+        return layout
+    fabric, simple = problem.fabric, replace(layout, placement="data-inside")
+    ways = (
+        (
+            links(fabric, one.data_group),
+            links(fabric, one.expert_group),
+            links(fabric, one.pipeline_group),
+            ends(fabric, *one.pipeline_group[0]),
         )
-        if self.replica % one.expert:
-            return [one]
-        return [one, replace(one, placement="pipeline-inside")]
+        for one in (layout, simple)
+    )
+    return layout if next(ways) != next(ways) else simple
+
+
+@lru_cache(maxsize=1 << 14)
+def placed_rates(
+    fabric: Fabric, split: LayerSplit, left: int, pipeline: int, schedule: Schedule
+) -> list[tuple[Layout, tuple[float, ...]]]:
+    """The placements that are possible, and their rates of hops and gathers."""
+    replica, data = split.tensor * split.context, left // pipeline
+    one = Layout(
+        pipeline=pipeline,
+        tensor=split.tensor,
+        context=split.context,
+        data=data,
+        expert=split.expert if replica * data % split.expert == 0 else 1,
+        schedule=schedule,
+    )
+    placed = [one, *([] if replica % one.expert else [replace(one, placement="pipeline-inside")])]
+    found = []
+    for one in placed:
+        gathers = [
+            _gather_rate(links(fabric, group)) for group in (one.data_group, one.expert_group)
+        ]
+        found.append((one, (*_hop_rate(links(fabric, one.pipeline_group)), *chain(*gathers))))
+    return found

@@ -16,7 +16,7 @@ from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.models.shards import Recompute
 from stagewright.solvers.parallelism.divisions import replicas
-from stagewright.solvers.parallelism.family import LayerFamily, LayerParameters
+from stagewright.solvers.parallelism.family import LayerFamily
 from stagewright.solvers.parallelism.space import Space, chosen
 
 ROUNDING = 1e-9
@@ -36,6 +36,26 @@ class SearchedSpace:
     def repeats(self) -> list[Recompute]:
         """The kinds of recomputation of the space."""
         return [one for one in self.space.recomputes(self.problem) if one != "none"]
+
+
+def state_bytes(
+    problem: TrainingProblem,
+    zero: int,
+    offload: bool,
+    ranks: Ints,
+    trained: tuple[Floats, Floats],
+    every: tuple[Floats, Floats],
+) -> Floats:
+    """Bytes of states in pipelines of so many ranks; of parameters a rank's part, and all."""
+    found = []
+    for inside in (False, True):
+        rule = state_rule(problem, zero, offload=offload, in_pipeline=inside)
+        each = (rule.weights, rule.gradients, rule.optimizer)
+        place = int(not rule.weights[1])
+        frozen = (every[place] - trained[place]) * problem.precision.weight_bytes
+        found.append(sum((size * trained[not one] for size, one in each), frozen))
+    alone, in_pipeline = found
+    return np.where(ranks > 1, in_pipeline, alone)
 
 
 class FittingPipelines:
@@ -145,19 +165,8 @@ class FittingPipelines:
             one.each(lambda layers: layers[self.kinds, None])
             for one in (self.family.trained, self.family.parameters)
         )
-        part, frozen = self.divided(trained), every.all - trained.all
-        whole = trained.all + 0 * part
-        frozen_part = self.divided(every) - part
-        found = []
-        for zero, offload in self.of.keepings:
-            for inside in (False, True):
-                rule = state_rule(of, zero, offload=offload, in_pipeline=inside)
-                each = (rule.weights, rule.gradients, rule.optimizer)
-                own = sum((size * (part if one else whole) for size, one in each), 0 * part)
-                rest = frozen_part if rule.weights[1] else frozen
-                found.append(own + rest * of.precision.weight_bytes)
-        alone, in_pipeline = np.array(found[::2]), np.array(found[1::2])
-        return np.where(self.ranks > 1, in_pipeline, alone)
+        parts = [(self.family.divided(one, self.data), one.all) for one in (trained, every)]
+        return np.array([state_bytes(of, *one, self.ranks, *parts) for one in self.of.keepings])
 
     @property
     def _gathered(self) -> Floats:
@@ -173,10 +182,3 @@ class FittingPipelines:
         shown = hidden * self.samples.T * problem.precision.activation_bytes
         least: Floats = (found.min(axis=1, keepdims=True) + shown) * (1 + memory.slack)
         return least
-
-    def divided(self, of: LayerParameters) -> Floats:
-        """(..., P) a rank's part of parameters (...) that ranks with equal ones divide."""
-        split, ranks = self.family.split, self.family.split.context * self.data
-        experts = np.maximum(1, split.tensor * ranks // split.expert)
-        found: Floats = of.shared / ranks + of.expert / experts
-        return found

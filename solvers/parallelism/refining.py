@@ -45,6 +45,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_count
 from stagewright.graphs.models.shards import Recompute
 from stagewright.solvers.parallelism.any_division import Plain, any_division
+from stagewright.solvers.parallelism.family import simply_placed
 from stagewright.solvers.parallelism.space import (
     Counts,
     Space,
@@ -312,9 +313,10 @@ class _Refining:
 
     def _refine(self, base: Layout, below: float, before: float | None) -> int:
         """Divide the blocks of a new layout; return the number of divisions examined."""
-        if base in self.done:
+        alike = simply_placed(self.problem, base)
+        if alike in self.done:
             return 0
-        self.done.add(base)
+        self.done.add(alike)
         self.examined += 1
         best: Estimate | None = None
         bound = inf

@@ -225,6 +225,8 @@ class StageSearch:
         """The least of each cost of a stage, over its possible starts and block counts."""
         if self.options.is_uniform:
             starts = range(1)
+        if len(starts) == 1 and low == high:
+            return self.options.option(stage, starts[0], low)
         every = [self.options.option(stage, start, low) for start in starts]
         fitting = [one for one in every if one is not None]
         if not fitting:

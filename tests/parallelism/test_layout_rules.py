@@ -22,6 +22,7 @@ from stagewright.graphs.models.architecture import (
     FeedForward,
     GroupedAttention,
 )
+from stagewright.solvers.parallelism.family import simply_placed
 from stagewright.solvers.parallelism.refining import search
 from stagewright.solvers.parallelism.space import Space
 
@@ -124,6 +125,14 @@ def test_experts_with_tensor_ranks_need_sequence_parallelism() -> None:
     with pytest.raises(InputError, match="experts with tensor parallelism need sequence"):
         evaluate(problem(model=model), Layout(tensor=2, data=8))
     evaluate(problem(model=model), Layout(tensor=2, data=8, sequence_parallel=True))
+
+
+@pytest.mark.parametrize("devices", [8, 16])
+def test_placements_are_one_where_all_links_are_alike(devices: int) -> None:
+    of, layout = problem(devices), parse_layout(f"p4 d{devices // 4} b1 pipeline-inside")
+    other = replace(layout, placement="data-inside")
+    are_alike = evaluate(of, other).seconds == evaluate(of, layout).seconds
+    assert (simply_placed(of, layout) == other) == are_alike == (devices == 8)
 
 
 def test_a_fabric_of_a_cluster() -> None:

@@ -26,6 +26,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.architecture import Architecture
 from stagewright.graphs.models.modules import CORE
 from stagewright.solvers.parallelism.any_division import AnyDivision
+from stagewright.solvers.parallelism.family import simply_placed
 from stagewright.solvers.parallelism.refining import refine, search
 from stagewright.solvers.parallelism.space import Counts, Space, StageOptions
 from stagewright.solvers.parallelism.stage_search import Divided, StageSearch, least_division
@@ -324,6 +325,8 @@ def test_closed_bounds_are_below_every_division(problem, seed) -> None:
         found = evaluate(problem, layout)
         bound = closed(every, layout)
         assert found.seconds >= bound * (1 - 1e-9)
+        if (simple := simply_placed(problem, layout)) is not layout:
+            assert evaluate(problem, simple).seconds == pytest.approx(found.seconds, rel=1e-12)
         if layout.chunks > 1:
             assert found.seconds >= every.interleaved() * (1 - 1e-9)
         elif layout.pipeline > 1:
