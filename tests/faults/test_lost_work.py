@@ -348,10 +348,10 @@ def test_a_defect_under_a_job_ends_neither_its_worker_nor_the_job(
 # there is a file of that name.
 HANGS = """
 import os, pathlib, runpy, threading, types
-from stagewright.service.http import pages, server
+from stagewright.service.http import health, server
 from stagewright.service.tracing import Lines
 from stagewright.service.workers import processes
-pages.SILENT_SECONDS = server.SILENT_SECONDS = 0.5
+health.SILENT_SECONDS = server.SILENT_SECONDS = 0.5
 server.os = types.SimpleNamespace(_exit=lambda n: pathlib.Path("may-end").exists() and os._exit(n))
 processes.LocalProcess.look = lambda *_: threading.Event().wait()
 runpy.run_module("stagewright", run_name="__main__")
