@@ -16,7 +16,7 @@ from stagewright.solvers.parallelism.family import placed_rates
 from stagewright.solvers.parallelism.refining import FoundLayouts, search, work_alike
 from stagewright.solvers.parallelism.tree import compiled_walk
 
-RUNS = 5
+RUNS = 3
 Case = tuple[str, int, int, int]
 """Model, GPUs, batch, tokens of a sample."""
 
