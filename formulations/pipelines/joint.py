@@ -183,7 +183,7 @@ class JointPlanning:
         self, prefix: Prefix, stage: StageChoice, taken: tuple[tuple[int, ...], ...]
     ) -> Prefix | None:
         """``prefix`` with one more stage; None if the stage cannot hold a microbatch."""
-        limit, forward, backward, finish = _numbers(
+        limit, forward, backward, finish = stage_numbers(
             self.problem, stage.start, stage.stop, stage.devices
         )
         if limit < 1:
@@ -259,7 +259,7 @@ def _can_trade(problem: PipelineProblem, ones: Sequence[int], others: Sequence[i
 
 
 @remembered
-def _numbers(
+def stage_numbers(
     problem: PipelineProblem, start: int, stop: int, devices: Devices
 ) -> tuple[int, float, float, float]:
     """The in-flight limit of a stage; its forward, its backward, and what follows, in seconds."""

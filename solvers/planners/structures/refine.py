@@ -20,10 +20,10 @@ from stagewright.formulations.pipelines.bounds.devices import quick_device_bound
 from stagewright.formulations.pipelines.bounds.stages import quick_bound
 from stagewright.formulations.pipelines.bppm import message_seconds
 from stagewright.formulations.pipelines.grouped_stages import scheduling_of
+from stagewright.formulations.pipelines.joint import stage_numbers
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.plans.actions import ActionKind
-from stagewright.formulations.plans.memory import in_flight_limit
-from stagewright.formulations.plans.pipeline import PipelineProblem, remembered
+from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.structure import Structure, device_loads, misfit, work_of
 from stagewright.formulations.plans.timing import positions, transfers
@@ -82,8 +82,9 @@ class PlainPrices:
 
     def _scheduling(self, stages: Sequence[Stage]) -> MakespanProblem | None:
         """As ``makespan_problem``."""
-        known = [_priced_stage(self.problem, one) for one in stages]
-        forward, backward, finish, limits = zip(*known, strict=True)
+        places = [(*one.layers, tuple(positions(self.problem, one)[0])) for one in stages]
+        known = [stage_numbers(self.problem, *place) for place in places]
+        limits, forward, backward, finish = zip(*known, strict=True)
         if min(limits) < 1:
             return None
         ends = [(stage.layers[1], len(stage.devices)) for stage in stages]
@@ -108,16 +109,6 @@ class PlainPrices:
         if seconds >= ceiling:
             return None
         return seconds, partial(proposal_of, self.problem, stages, times)
-
-
-@remembered
-def _priced_stage(problem: PipelineProblem, stage: Stage) -> tuple[float, float, float, int]:
-    """Forward, backward and ending in seconds, and the in-flight limit."""
-    place = (*stage.layers, positions(problem, stage)[0])
-    limit = in_flight_limit(problem, *place)
-    if not limit:
-        return 0.0, 0.0, 0.0, limit
-    return (*problem.compute_seconds(*place), problem.finish_seconds(*place), limit)
 
 
 @dataclass(frozen=True)

@@ -40,34 +40,25 @@ class UniformPlanner:
         self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
     ) -> Proposal | NoPlan:
         """The fastest of the plans with the same memory mode of ``choices`` in all stages."""
-        return plan_uniformly(self.search, problem, limits, on_progress, choices.uniform_modes)
-
-
-def plan_uniformly(
-    search: _PlanFunction,
-    problem: PipelineProblem,
-    limits: Limits,
-    on_progress: OnProgress,
-    modes: tuple[MemoryMode, ...],
-) -> Proposal | NoPlan:
-    """The fastest plan of ``search`` with the same mode of ``modes`` in all stages."""
-    began = monotonic()
-    attempts = [(mode, priced) for mode in modes for priced in _priced(problem, mode)]
-    answers = []
-    for i, (mode, priced) in enumerate(attempts):
-        left = limits.left(monotonic() - began)
-        share = replace(limits, seconds=left / (len(attempts) - i))
-        if mode == "none":
-            answers.append(search(problem, share, on_progress))
-            continue
-        # The search has the costs of another problem, so only the final plan is reported.
-        answer = _with_less(problem, search(priced, share, silent), mode)
-        if isinstance(answer, Proposal):
-            seconds = cost_of(problem, answer)
-            on_progress(Progress(monotonic() - began, seconds, 0.0, partial(replace, answer)))
-        answers.append(answer)
-    found = [answer for answer in answers if isinstance(answer, Proposal)]
-    return min(found, key=lambda one: cost_of(problem, one)) if found else answers[0]
+        began = monotonic()
+        attempts = [
+            (mode, priced) for mode in choices.uniform_modes for priced in _priced(problem, mode)
+        ]
+        answers = []
+        for i, (mode, priced) in enumerate(attempts):
+            left = limits.left(monotonic() - began)
+            share = replace(limits, seconds=left / (len(attempts) - i))
+            if mode == "none":
+                answers.append(self.search(problem, share, on_progress))
+                continue
+            # The search has the costs of another problem, so only the final plan is reported.
+            answer = _with_less(problem, self.search(priced, share, silent), mode)
+            if isinstance(answer, Proposal):
+                seconds = cost_of(problem, answer)
+                on_progress(Progress(monotonic() - began, seconds, 0.0, partial(replace, answer)))
+            answers.append(answer)
+        found = [answer for answer in answers if isinstance(answer, Proposal)]
+        return min(found, key=lambda one: cost_of(problem, one)) if found else answers[0]
 
 
 def _priced(problem: PipelineProblem, mode: MemoryMode) -> tuple[PipelineProblem, ...]:
