@@ -97,7 +97,7 @@ def lanes_png(
     drawings: Sequence[Drawing], notes: Sequence[str], titles: Sequence[str], head: str = ""
 ) -> bytes:
     """A PNG of drawings with titles, and notes below them; ``head`` is above all."""
-    column = stacked_axes(WIDTH_INCHES, [1.0 + ROW_INCHES * _space(one) for one in drawings])
+    column = stacked_axes(WIDTH_INCHES, [1.0 + ROW_INCHES * sum(_spaces(one)) for one in drawings])
     longest = max(drawings, key=lambda one: one.end)
     unit, scale, end = longest.unit, longest.scale, longest.end
     for axes, drawing, note, title in zip(column, drawings, notes, titles, strict=True):
@@ -121,14 +121,14 @@ def lanes_png(
     return save(figure)
 
 
-def _space(drawing: Drawing) -> float:
-    """The height of all lanes, in heights of a device's."""
-    return sum(1.0 if lane.group in _FULL else _LINK_SPACE for lane in drawing.lanes)
+def _spaces(drawing: Drawing) -> list[float]:
+    """The height of every lane, in heights of a device's."""
+    return [1.0 if lane.group in _FULL else _LINK_SPACE for lane in drawing.lanes]
 
 
 def _middles(drawing: Drawing) -> list[float]:
     """The middle of every lane; the first is at 0."""
-    spaces = [1.0 if lane.group in _FULL else _LINK_SPACE for lane in drawing.lanes]
+    spaces = _spaces(drawing)
     ends = accumulate(spaces, initial=-0.5)
     return [end + space / 2 for end, space in zip(ends, spaces, strict=False)]
 
@@ -211,7 +211,7 @@ def _dress(axes: "Axes", drawing: Drawing) -> None:
     for label, (_, lane) in zip(axes.get_yticklabels(), named, strict=True):
         label.set_fontsize(8 if lane.group == "device" else 6.5)
         label.set_fontweight("bold" if lane.bottleneck else "normal")
-    bare_rows(axes, _space(drawing))
+    bare_rows(axes, sum(_spaces(drawing)))
 
 
 def _draw_mark(axes: "Axes", mark: Mark, scale: float) -> None:
